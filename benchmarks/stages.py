@@ -36,6 +36,7 @@ from pstar_sim.cost import CostModel
 from pstar_sim.errors import CannotPlan, DoesNotFit, PlanError, PstarError
 from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.stages import PlannedStages, plan_stages
+from pstar_sim.policy.registry import can
 from pstar_sim.sim.play import play_stages
 from pstar_sim.workload.parallelism import Parallelism
 from pstar_sim.workload.pipeline import SCHEDULES
@@ -52,7 +53,9 @@ def drawn(rng: random.Random) -> tuple[Job, Machine, Parallelism, str, Settings]
         [(t, p) for t in (1, 2, 4) for p in (1, 2, 3, 4) if t * p <= gpus and gpus % (t * p) == 0]
     )
     sequence = tensor > 1 and rng.random() < 0.5
-    spread = Parallelism(tensor=tensor, sequence=sequence, pipeline=stages, schedule=rng.choice(SCHEDULES))
+    policy = rng.choice(POLICIES)
+    shard = rng.choice((None, *can(policy).shards))
+    spread = Parallelism(tensor=tensor, sequence=sequence, pipeline=stages, schedule=rng.choice(SCHEDULES), shard=shard)
     machine = load_machine(
         rng.choice(("a100-40x8", "v100-32x8", "rtx4090x8")), gpus=gpus, gpu_memory=rng.choice(MEMORY)
     )
@@ -73,7 +76,7 @@ def drawn(rng: random.Random) -> tuple[Job, Machine, Parallelism, str, Settings]
         job,
         replace(machine, host=host, ranks=ranks, root_bytes_per_s=None, slowdowns={BY_COLLECTIVES: 1.0}),
         spread,
-        rng.choice(POLICIES),
+        policy,
         settings,
     )
 

@@ -61,7 +61,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from pstar_sim.catalog.attention import USUAL, call_flops
@@ -176,26 +176,20 @@ class GpuAdds:
     def __init__(
         self, workload: Workload, layout: Layout, bytes_per_s: float, add_bytes: Callable[[int], int], *, free: bool
     ) -> None:
-        self.moments_s: dict[tuple[int, int], dict[int, float]] = {}
+        self._table = partial(_adds_s, workload, layout, add_bytes, bytes_per_s)
+        self._none = free or workload.micro_batches == 1
+        self.moments_s = {} if self._none or layout.ranks > 1 else self._table()
         self.chunks_s = [0.0] * len(layout.chunks)
-        if free or workload.micro_batches == 1 or layout.ranks > 1:
-            return
-        known: set[int] = set()
-        for (t, batch), m in sorted(_final_moments(workload).items()):
-            if t in known:  # a tensor's first gradient is copied
-                chunk = layout.chunk_of[t]
-                at = self.moments_s.setdefault((chunk, batch), {})
-                at[m] = at.get(m, 0.0) + add_bytes(t) / bytes_per_s
-            known.add(t)
         for (chunk, _), at in self.moments_s.items():
             self.chunks_s[chunk] += sum(at.values())
 
     def of(self, plan: Plan) -> Mapping[int, float]:
-        """Moment -> seconds of the adds that the plan makes."""
+        """Moment -> seconds of the adds that the plan makes, on a sliced layout of whole sums alone."""
         added: dict[int, float] = {}
-        if self.moments_s:
+        whole = not self._none and any(r.list == "grad32_remote" for r in plan.initial)
+        if table := self._table() if whole else self.moments_s:
             lists = gradient_list(plan)
-            for where, at in self.moments_s.items():
+            for where, at in table.items():
                 if lists[where] == "grad32":
                     for m, seconds in at.items():
                         added[m] = added.get(m, 0.0) + seconds
@@ -228,6 +222,20 @@ class UpdateAdds:
         if kind is Kind.CPU_UPDATE:
             return Add(lists * cost.cpu_add_s(chunk), lists * cost.cpu_add_bytes(chunk))
         return Add(lists * cost.cpu_add_bytes(chunk) / self._gpu_bytes_per_s, 0)
+
+
+def _adds_s(
+    w: Workload, layout: Layout, add_bytes: Callable[[int], int], bytes_per_s: float
+) -> dict[tuple[int, int], dict[int, float]]:
+    """(chunk, micro-batch) -> moment -> seconds, if all gradients add up on the GPU."""
+    table: dict[tuple[int, int], dict[int, float]] = {}
+    known: set[int] = set()
+    for (t, batch), m in sorted(_final_moments(w).items()):
+        if t in known:  # a tensor's first gradient is copied
+            at = table.setdefault((layout.chunk_of[t], batch), {})
+            at[m] = at.get(m, 0.0) + add_bytes(t) / bytes_per_s
+        known.add(t)
+    return table
 
 
 def _final_moments(w: Workload) -> dict[tuple[int, int], int]:

@@ -17,7 +17,7 @@ from executor.memory.gradients import ChunkGradients
 from executor.memory.slots import Slots
 from executor.memory.update import Norms, Update, Updating
 from executor.memory.values import ParameterValues
-from pstar_sim.core.effects import OTHERS, frees, takes
+from pstar_sim.core.effects import frees, takes
 from pstar_sim.core.step import EFFECTS, UPDATES, Kind, Place, Step
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.optimizers import MASTER_LIST
@@ -84,14 +84,12 @@ class Contents:
     def _zero(self, step: Step) -> None:
         assert step.place is not None and step.chunk is not None
         name = self._list(step)
-        payload = self.arena.at(step.place, step.chunk, name)
-        if name in OTHERS:
-            payload = self.arena.payloads.whole(step.chunk, OTHERS[name])
         if step.place is GPU:
             with self.arena.payloads.steady(step.chunk):
-                self.arena.backend.zero(payload)
+                for payload in self.arena.payloads.parts(step.chunk, name):
+                    self.arena.backend.zero(payload)
         else:
-            payload.zero_()
+            self.arena.at(step.place, step.chunk, name).zero_()
 
     def finish(self, step: Step) -> None:
         freed = frees(step)

@@ -10,6 +10,7 @@ import torch
 
 from executor.memory.arena import Arena
 from executor.memory.chunk_state import ChunkState
+from executor.memory.slices import OTHERS_OF
 from executor.memory.slots import Slots
 from executor.memory.values import ParameterValues
 from pstar_sim.core.step import Kind, Place
@@ -54,7 +55,7 @@ class ChunkGradients:
             )
         mine = self.chunks[chunk].where(GPU, list_name)
         if self.arena.sliced:
-            if not self.arena.has(GPU, chunk, "remote" if list_name == "param" else "grad_remote"):
+            if not self.arena.has(GPU, chunk, OTHERS_OF[list_name]):
                 raise PlanError(
                     f"the gradient of tensor {tensor} goes to all of chunk {chunk}, which is not on the gpu"
                 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -73,6 +74,10 @@ class GpuPayloads:
     def whole(self, chunk: int, list_name: str) -> torch.Tensor:
         """The list "param" or "grad" with all ranks' slices, flat, rank 0's first."""
         return self._pair(chunk, list_name).whole if self.sliced else self.at(chunk, list_name)
+
+    def parts(self, chunk: int, list_name: str) -> Sequence[torch.Tensor]:
+        """Flat, the list's own elements: of the other ranks' slices, those before and behind this rank's."""
+        return self._pair(chunk, OTHERS[list_name]).others if list_name in OTHERS else (self.at(chunk, list_name),)
 
     def _pair(self, chunk: int, list_name: str) -> GpuPayload:
         pair = self._pairs.get((chunk, list_name))

@@ -2,7 +2,7 @@
 
 [Note: several ranks] of pstar_sim/core/step.py: rank r of P has elements [r * S, (r + 1) * S). Modules read whole
 parameters, and whole gradients arrive. So parameters are views of a storage of P * S elements, with memory only while
-the others' slices are here ("remote", "grad_remote"); otherwise the own slice lives in its own.
+the others' slices are here (OTHERS in core/step.py); otherwise the own slice lives in its own.
 
 [Note: what a slice moves through] When the others' slices get memory, the own slice is copied into the whole storage
 and its own memory is given back; when they are freed, the reverse happens. Both exist during the copy: one slice more
@@ -25,9 +25,9 @@ import torch
 
 from executor.devices.backend import Backend
 from pstar_sim.core.layout import Layout
-from pstar_sim.core.step import Queue
+from pstar_sim.core.step import OTHERS, Queue
 
-OTHERS_OF = {"param": "remote", "grad": "grad_remote"}
+OTHERS_OF = {own: others for others, own in OTHERS.items()}
 """List -> the list of the other ranks' slices of it."""
 
 
@@ -119,6 +119,10 @@ class GpuPayload:
     def own(self) -> torch.Tensor:
         """Flat [slice], in the storage where it is now."""
         return self._inside if self._has_others else self._alone
+
+    @property
+    def others(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.whole[: self._begin], self.whole[self._end :]
 
     def take_own(self) -> None:
         with self._steady:

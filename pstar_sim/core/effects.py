@@ -33,7 +33,8 @@ __all__ = [
 NON_MODEL = "non-model"
 CATEGORIES = (NON_MODEL, "param", "grad", "states", "buffer")
 
-_CATEGORY = {"param": "param", "grad": "grad", "grad32": "grad", "remote": "param", "grad_remote": "grad"}
+_CATEGORY = {"param": "param", "grad": "grad", "grad32": "grad"}
+_CATEGORY |= {others: _CATEGORY[own] for others, own in OTHERS.items()}
 
 
 def category_of(list_name: str) -> str:
@@ -110,20 +111,20 @@ def gradient_list(plan: Plan) -> dict[tuple[int, int], str]:
 
     "grad32" if that stays on the gpu or the plan allocates it there; "grad" in micro-batches for which the plan
     allocates it (the first, one per alloc), or in all if it stays there; "param", in place, otherwise: in a checked
-    plan the last micro-batch. On a sliced layout whole gradients arrive in it, then never "grad32", and in the others'
-    slices.
+    plan the last micro-batch. On a sliced layout whole gradients arrive in it and in the others' slices, and in
+    "grad32" only with those.
     """
     alloc, gpu = Kind.ALLOC, Place.GPU
     opened = [step for step in plan.steps if step.kind is alloc and step.place is gpu]
     allocated = Counter([step.chunk for step in opened if step.list == "grad"])
-    summed = _summed_on_gpu(plan)
+    summed = _on_gpu(plan, "grad32" if plan.layout.ranks == 1 else "grad32_remote")
     stays = {r.chunk for r in plan.initial if r.place is gpu and r.list == "grad"}
     batches: dict[int, list[int]] = {}
     for chunk, batch in _last_gradients(plan):
         batches.setdefault(chunk, []).append(batch)
     target: dict[tuple[int, int], str] = {}
     for chunk, mine in batches.items():
-        if chunk in summed and plan.layout.ranks == 1:
+        if chunk in summed:
             count, where = len(mine), "grad32"
         elif chunk in stays:
             count, where = len(mine), "grad"
@@ -142,7 +143,7 @@ def folded_lists(plan: Plan) -> dict[int, int]:
     """
     if plan.workload.micro_batches == 1:
         return {}
-    summed, added = _summed_on_gpu(plan), Counter(step.chunk for step in plan.steps if step.kind is Kind.CPU_ADD)
+    summed, added = _on_gpu(plan, "grad32"), Counter(step.chunk for step in plan.steps if step.kind is Kind.CPU_ADD)
     arrived = Counter(chunk for chunk, _ in _last_gradients(plan))
     kinds = UPDATES if plan.layout.ranks == 1 else {Kind.CPU_UPDATE}
     updates = {i: step.chunk for i, step in enumerate(plan.steps) if step.kind in kinds and step.chunk is not None}
@@ -150,9 +151,9 @@ def folded_lists(plan: Plan) -> dict[int, int]:
     return {i: count - 1 for i, count in lists.items() if count > 1}
 
 
-def _summed_on_gpu(plan: Plan) -> set[int]:
-    opened = {s.chunk for s in plan.steps if s.kind is Kind.ALLOC and s.place is Place.GPU and s.list == "grad32"}
-    stays = {r.chunk for r in plan.initial if r.place is Place.GPU and r.list == "grad32"}
+def _on_gpu(plan: Plan, list_name: str) -> set[int]:
+    opened = {s.chunk for s in plan.steps if s.kind is Kind.ALLOC and s.place is Place.GPU and s.list == list_name}
+    stays = {r.chunk for r in plan.initial if r.place is Place.GPU and r.list == list_name}
     return {chunk for chunk in opened | stays if chunk is not None}
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from pstar_sim.core.step import Part
+from pstar_sim.core.step import OTHERS, Part
 from pstar_sim.dtypes import MASTER, STORAGE
 from pstar_sim.errors import PlanError
 from pstar_sim.units import KIB, MIB
@@ -87,7 +87,7 @@ class Layout:
     chunk_bytes: the working list of a uniform chunk.
     ranks: equal slices of each list, one per rank (fewer than the machine has where each of several replicas has all
         slices). A chunk of spread tensors has fewer (`slices_of`). Payloads are one rank's. With several slices there
-        are also "remote" and "grad_remote", the other ranks' slices.
+        are also those of OTHERS (core/step.py), the other ranks' slices.
     sum_bytes: bytes per parameter of "grad32": 4, or 2 if it has the dtype of a 2-byte chunk.
     """
 
@@ -163,7 +163,7 @@ class Layout:
 
     @cached_property
     def lists(self) -> tuple[str, ...]:
-        others = ("remote", "grad_remote") if self.ranks > 1 else ()
+        others = tuple(OTHERS) if self.ranks > 1 else ()
         return ("param", "grad", "grad32", *self.state_lists, *others)
 
     @cached_property
@@ -179,6 +179,7 @@ class Layout:
                 table[c.index, "grad32"] = numel * self.sum_width(c.index)
                 if self.ranks > 1:
                     table[c.index, "grad_remote"] = numel * width * (slices - 1)
+                    table[c.index, "grad32_remote"] = numel * self.sum_width(c.index) * (slices - 1)
                 states = self.states_of(c.index).list_bytes(numel, self._shapes(c.index), slices)
                 table |= {(c.index, name): size for name, size in states.items()}
         return table
@@ -205,7 +206,7 @@ class Layout:
         return self.payload_bytes(chunk, "param") * self.slices_of(chunk)
 
     def payload_bytes(self, chunk: int, list_name: str) -> int:
-        """Bytes of one rank's slice; for "remote" and "grad_remote", of all others'. A frozen chunk has only "param"
+        """Bytes of one rank's slice; for the lists of OTHERS, of all others'. A frozen chunk has only "param"
         and "remote". Raises PlanError for an unknown chunk or list."""
         try:
             return self._payloads[chunk, list_name]

@@ -18,10 +18,11 @@ things:
 
 [Note: several ranks] Every rank runs the same program. With Layout.ranks = P > 1 a chunk's list is this rank's slice,
 1/P, and "remote" (beside "param") and "grad_remote" (beside "grad") are all others'. A chunk is read as a whole, and
-its gradient arrives as a whole: in "param" and "remote" (in place, in the last micro-batch) or in "grad" and
-"grad_remote". gather list=remote brings the others' parameters; the own slice has to be current. Once the gradient is
-complete, reduce_scatter list=remote or list=grad_remote leaves the sum over all ranks in the own slice; with grad32 on
-the gpu, a reduced grad_remote is added to it too. With Layout.ranks = 1 on several ranks every list is whole on every
+its gradient arrives as a whole: in "param" and "remote" (in place, in the last micro-batch), in "grad" and
+"grad_remote", or with those of other micro-batches in "grad32" and "grad32_remote". gather list=remote brings the
+others' parameters; the own slice has to be current. Once the gradient is complete, reduce_scatter, with the list of the
+others' slices, leaves the sum over all ranks in the own slice; with grad32 on the gpu, a reduced grad_remote is added
+to it too. With Layout.ranks = 1 on several ranks every list is whole on every
 rank (replicated): reduce_scatter and then gather, of the gradient's list, make a complete gradient the sum over all
 ranks.
 
@@ -35,8 +36,8 @@ those of the part's elements.
 
 Lists: "param" (working list; the gradient overwrites it in place in the last micro-batch), the optimizer's state lists
 ("param32", "momentum", "variance"), "grad" (a gradient on its way out, working dtype), "grad32" (gradients accumulated
-over micro-batches; on the gpu for chunks whose Adam runs there), "remote" and "grad_remote" (see above). "grad32" has 4
-bytes per parameter, or those of the working list if `Layout.sum_bytes` says so.
+over micro-batches; on the gpu for chunks whose Adam runs there), and those of others' slices (see above). "grad32" has
+4 bytes per parameter, or those of the working list if `Layout.sum_bytes` says so.
 `bytes` is the bytes on the link for copies (normally the payload; more if a policy moves a wider type), the whole chunk
 (all slices) for gather and reduce_scatter, the payload for alloc, free and drop, the host memory traffic for cpu_add
 and cpu_adam, the gpu memory traffic for gpu_adam, and 0 for compute.
@@ -119,7 +120,7 @@ UPDATES = frozenset({Kind.CPU_UPDATE, Kind.GPU_UPDATE})
 """Kinds of Adam. Each runs at the place where it reads the states."""
 
 
-OTHERS = {"remote": "param", "grad_remote": "grad"}
+OTHERS = {"remote": "param", "grad_remote": "grad", "grad32_remote": "grad32"}
 """Lists of the other ranks' slices -> the list to which the slices belong ([Note: several ranks])."""
 
 

@@ -58,7 +58,7 @@ def express_set(
 
     express, degrees: the framework's (targets.py).
     """
-    first, spread = plans.plans[0], replace(plans.parallelism, data=None)
+    first, spread = plans.plans[0], replace(plans.parallelism, data=None, shard=None)
     found, said = express(first), degrees(replace(spread, cut=CUTS[0]))
     own, parts = found.configuration, spread.context
     configuration = replace(

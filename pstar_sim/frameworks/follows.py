@@ -32,7 +32,7 @@ _GPU_BUFFER = "the framework's own gradients"
 
 def stands_for(configuration: Configuration, data: int) -> str:
     """The policy for a configuration on `data` ranks that share a batch. FSDP over one slices nothing."""
-    sliced = configuration.policy_base == "zero3_resident"
+    sliced = configuration.policy_base == "zero3_resident" or configuration.options.get("shard") == "states"
     return "all_on_gpu" if sliced and data == 1 else configuration.policy
 
 

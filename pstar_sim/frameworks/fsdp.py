@@ -51,7 +51,8 @@ def offloads(configuration: Configuration) -> bool:
 
 def reshards(configuration: Configuration) -> bool:
     options = configuration.options
-    return options["reuse"] == 0 if offloads(configuration) else bool(options.get("reshard", True))
+    whole = options.get("shard") == "states"
+    return options["reuse"] == 0 if offloads(configuration) else bool(options.get("reshard", not whole))
 
 
 def _allocations(configuration: Configuration, workload: Workload, ranks: int) -> tuple[Allocation, ...]:

@@ -88,7 +88,7 @@ def read(content: object, file: str) -> Configuration:
     share = found["fraction"] if found["offload"] else 0.0
     if found["sequence_parallel"] and found["tensor"] == 1:
         notes.append("--sequence-parallel has no effect without --tensor-model-parallel-size of 2 or more")
-    policy = {0.0: spec("zero3_resident", {"reshard": False}) if found["sliced"] else "all_on_gpu", 1.0: "zero_offload"}
+    policy = {0.0: _SLICED if found["sliced"] else "all_on_gpu", 1.0: "zero_offload"}
     selective = found["recompute"] == "selective" or found["selective"]
     return Configuration(
         framework=MEGATRON,
@@ -108,6 +108,7 @@ def read(content: object, file: str) -> Configuration:
     )
 
 
+_SLICED = spec("all_on_gpu", {"shard": "states"})
 _ALL = 20 << 40
 """Parameters of any model, in one sub-group."""
 
@@ -244,7 +245,8 @@ def express(plan: Plan) -> Expressed:
         cannot.append(f"blocks of which {w.recompute} recomputes: the flags say all of them")
     several = share < 1 and plan.machine.data_parallel_size > 1
     notes = {
-        "not modelled: parameters whole on every GPU; predicted as gathered when they are needed": several,
+        "not modelled: parameters whole on every GPU; predicted as gathered when they are needed": several
+        and share > 0,
         "not modelled: sums beside the backward pass; predicted as waited for": several and share > 0,
     }
     configuration = Configuration(
@@ -272,7 +274,7 @@ def express(plan: Plan) -> Expressed:
 
 def _partly(share: float, own_params: int) -> str:
     if share == 0:
-        return spec("zero3_resident", {"reshard": False})
+        return _SLICED
     subgroup = max(1, own_params // 20)
     return spec("zero3_offload", {"ratio": share, "flush": "async", "reuse": 10**12, "subgroup": subgroup})
 
@@ -289,9 +291,9 @@ def _allocations(configuration: Configuration, workload: Workload, ranks: int) -
 
 
 def _gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
-    """fp32 gradients of all parameters; with states on the GPU the policy counts its own slices'."""
-    counted = 1 / ranks if configuration.policy_base == "zero3_resident" else 0.0
-    return int(4 * workload.trainable_params * (1 - counted))
+    """fp32 gradients of all parameters; with states on the GPU and several micro-batches the policy counts them."""
+    counted = configuration.policy_base == "all_on_gpu" and workload.micro_batches > 1
+    return 0 if counted else 4 * workload.trainable_params
 
 
 MEMORY = MemoryRules(allocations=_allocations, gpu_beyond_bytes=_gpu_beyond_bytes)

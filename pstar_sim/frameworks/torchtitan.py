@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pstar_sim.core.plan import Plan
 from pstar_sim.dtypes import DTYPES, MASTER, WORKING
 from pstar_sim.errors import PstarError
-from pstar_sim.frameworks.configuration import Configuration
+from pstar_sim.frameworks.configuration import Configuration, spec
 from pstar_sim.frameworks.express import Expressed
 from pstar_sim.frameworks.fsdp import express_as, fsdp_policy, offloads, reshards
 from pstar_sim.frameworks.keys import Count, ignored, nested, read_keys, unmodelled, used
@@ -102,10 +102,13 @@ def read(content: object, file: str) -> Configuration:
             f"parallelism.pipeline_parallel_microbatch_size = {batch}; torchtitan refuses it"
         )
     train_batch = found["train_batch"] if found["train_batch"] > 0 else None
-    reshards = found["pipeline"] == 1 if found["reshard"] == "default" else found["reshard"] == "always"
+    keeps = found["reshard"] == "never" or (found["reshard"] == "default" and found["pipeline"] > 1)
+    gathered_once = keeps and found["pipeline"] > 1 and not found["offload"] and found["replicas"] == 1
     return Configuration(
         framework=TORCHTITAN,
-        policy=fsdp_policy(offload=found["offload"], reshard=reshards, replicas=found["replicas"]),
+        policy=spec("all_on_gpu", {"shard": "states"})
+        if gathered_once
+        else fsdp_policy(offload=found["offload"], reshard=not keeps, replicas=found["replicas"]),
         dtype=_DTYPES[found["dtype"]],
         batch_per_gpu=batch,
         micro_batches=whole // batch if train_batch is None and whole > batch else None,

@@ -58,7 +58,7 @@ from pstar_sim.planner.memory_needs import shortage
 from pstar_sim.planner.stated import SECONDS_AGREE
 from pstar_sim.planner.utilization import tflops_and_mfu
 from pstar_sim.policy.kit.capabilities import capabilities_of
-from pstar_sim.policy.registry import Policy, find_policy
+from pstar_sim.policy.registry import Policy, can, find_policy, sharded_as
 from pstar_sim.sim.play import play_stages
 from pstar_sim.units import format_count, format_s
 from pstar_sim.workload.loading import WHOLE, Loading
@@ -355,12 +355,12 @@ def compare_stages(
         fastest_s = inf if first is None or first.iteration_s is None else first.iteration_s
         if waiting and bounds[waiting[0]] <= fastest_s:
             way = waiting.popleft()
-            for policy in asked.policies:
-                tell(f"{way.parallelism} {policy}", len(rows), len(ways) * len(policies))
+            for policy, own in _with_shards(asked.policies, way, machine, alone=alone):
+                tell(f"{own.parallelism} {policy}", len(rows), len(ways) * len(policies))
                 try:
-                    row, stages = asked.answer(way, policy, whole=alone)
+                    row, stages = asked.answer(own, policy, whole=alone)
                 except CannotPlan as error:
-                    missing.setdefault(f"by {policy}: {error}", []).append(str(way.parallelism))
+                    missing.setdefault(f"by {policy}: {error}", []).append(str(own.parallelism))
                     continue
                 rows.append(row)
                 planned |= {row: stages} if stages else {}
@@ -391,6 +391,18 @@ def compare_stages(
         notes=tuple(notes),
         best=best,
     )
+
+
+def _with_shards(
+    policies: Mapping[str, str | Policy], way: Way, machine: Machine, *, alone: bool
+) -> Iterator[tuple[str, Way]]:
+    """Each policy with the way and, if several are asked about (not `alone`), what else it can slice."""
+    spread = way.parallelism
+    shared = spread.data_on(machine.world_size) * spread.context > 1
+    for name, policy in policies.items():
+        more = [word for word, options in can(policy).shards.items() if options]
+        for shard in (spread.shard, *(more if shared and not alone and spread.shard is None else ())):
+            yield name, replace(way, parallelism=replace(spread, shard=shard))
 
 
 def _place(row: StagesRow) -> tuple[bool, float]:
@@ -515,6 +527,8 @@ def plan_stages(
     stage.
     """
     settings = settings or Settings()
+    if parallelism.data_on(machine.world_size) * parallelism.context > 1:
+        policy = sharded_as(policy, parallelism.shard)
     function = find_policy(policy) if isinstance(policy, str) else policy
     most = [sys.maxsize] * parallelism.pipeline  # layers of each stage
     while True:
@@ -556,13 +570,17 @@ def stages_shortage(
     loading: as in `fits`.
     """
     refusals: list[DoesNotFit | CannotPlan] = []
-    for way in ways:
+    every = list(ways)
+    alone = len(every) == 1
+    for _, way in (pair for each in every for pair in _with_shards({"": policy}, each, machine, alone=alone)):
         own, spread = replace(job, batch=way.batch, micro_batches=way.micro_batches), way.parallelism
         workloads = stages_of(own, machine, spread, shape=shape)
         for stage in range(len(workloads)) if spread.cut != CUTS[0] else sorted({0, len(workloads) - 1}):
             part = machine_of_stage(machine, spread, stage)
             try:
-                short = shortage(policy, workloads[stage], part, settings, loading=loading, others=False)
+                short = shortage(
+                    sharded_as(policy, spread.shard), workloads[stage], part, settings, loading=loading, others=False
+                )
             except CannotPlan as error:
                 refusals.append(CannotPlan(f"{spread}, stage {stage}: {error}"))
                 break

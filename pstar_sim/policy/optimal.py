@@ -59,7 +59,7 @@ OPTIONS = {
         one_of(FASTEST, "machine"), "shares of the batch if GPUs differ: the fastest, or the machine's", FASTEST
     ),
 }
-CAPABILITIES = Capabilities(point=POINT, tries_others=True, fastest_shares=True)
+CAPABILITIES = Capabilities(point=POINT, tries_others=True, fastest_shares=True, shards={"parameters": ""})
 _WORDS = dict(
     zip(ORDERS, ("micro-batch by micro-batch", "layer by layer", "layer by layer with the boundaries on the host"))
 )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 
 from pstar_sim.core.plan import Settings
-from pstar_sim.errors import PstarError, UnknownName
+from pstar_sim.errors import CannotPlan, PstarError, UnknownName
 from pstar_sim.policy.kit.capabilities import Capabilities, capabilities_of
 from pstar_sim.policy.kit.options import Specified, specified, split_spec
 from pstar_sim.policy.kit.points import Point
@@ -67,6 +67,22 @@ def is_built_in(policy: Policy) -> bool:
 def can(policy: str | Policy) -> Capabilities:
     """Raises the errors of `find_policy`."""
     return capabilities_of(find_policy(policy) if isinstance(policy, str) else policy)
+
+
+def sharded_as(policy: str | Policy, shard: str | None) -> str | Policy:
+    """The policy as ranks that share a batch slice `shard` (one of SHARDS), None: itself. Raises CannotPlan if it never
+    does so."""
+    if shard is None:
+        return policy
+    name, options = split_spec(policy if isinstance(policy, str) else policy.__name__)
+    able = can(name if isinstance(policy, str) else policy).shards
+    if shard not in able:
+        ways = " or ".join(f"shard={word}" for word in able)
+        raise CannotPlan(f"{name} slices {f'as {ways}' if able else 'in its own way'}; leave shard={shard} out")
+    if not able[shard]:
+        return policy
+    spec = f"{options},{able[shard]}" if options else able[shard]
+    return f"{name}:{spec}" if isinstance(policy, str) else specified(name, policy, able[shard])
 
 
 def reorders(policy: str | Policy) -> bool:

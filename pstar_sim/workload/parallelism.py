@@ -10,16 +10,17 @@ from pstar_sim.arguments import choice, flag, whole
 from pstar_sim.errors import PstarError
 from pstar_sim.workload.pipeline import SCHEDULES
 
-__all__ = ["CUTS", "Parallelism", "pipeline", "replica", "split", "stage"]
+__all__ = ["CUTS", "SHARDS", "Parallelism", "pipeline", "replica", "split", "stage"]
 
 _KEYS: Mapping[str, str] = {
     "tp": "tensor", "sp": "sequence", "cp": "context", "ep": "experts", "pp": "pipeline", "dp": "data",
-    "schedule": "schedule", "cut": "cut",
+    "schedule": "schedule", "cut": "cut", "shard": "shard",
 }  # fmt: skip
 """Key of a text -> field. The key of a switch stands alone."""
 
 
 CUTS = ("even", "speed")
+SHARDS = ("none", "states", "parameters")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,8 @@ class Parallelism:
     data: ranks that share a stage's batch, None: as many as GPUs allow.
     schedule: of the pipeline, one of SCHEDULES (pipeline.py).
     cut: of layers into stages, one of CUTS: equal numbers, or by speed.
+    shard: what ranks that share a batch slice, one of SHARDS: nothing, optimizer states (ZeRO-1), or also gradients and
+        parameters (ZeRO-3); None: as the policy does.
 
     Raises PstarError for other values.
     """
@@ -46,6 +49,7 @@ class Parallelism:
     data: int | None = None
     schedule: str = SCHEDULES[0]
     cut: str = CUTS[0]
+    shard: str | None = None
 
     def __post_init__(self) -> None:
         whole("parallelism: tp", self.tensor)
@@ -56,6 +60,7 @@ class Parallelism:
             whole("parallelism: dp", self.data)
         choice("parallelism: schedule", self.schedule, SCHEDULES)
         choice("parallelism: cut", self.cut, CUTS)
+        choice("parallelism: shard", self.shard or SHARDS[0], SHARDS)
         flag("parallelism: sp", self.sequence)
 
     def __str__(self) -> str:
@@ -89,7 +94,9 @@ class Parallelism:
         said = "".join(f', {what}="{value}"' for what, value, usual in named if value != usual)
         if self.pipeline > 1 or said:
             inner = f"pipeline({', '.join([inner] * self.pipeline)}{said})"
-        return f"replica({inner})" if self.data is None else f"replica({inner}, count={self.data})"
+        around = [inner] + ([] if self.data is None else [f"count={self.data}"])
+        around += [] if self.shard is None else [f'shard="{self.shard}"']
+        return f"replica({', '.join(around)})"
 
     def data_on(self, gpus: int) -> int:
         """Ranks that share a stage's batch. Raises PstarError, with the nearest number of stages that works."""
@@ -143,9 +150,12 @@ def pipeline(*stages: Parallelism, schedule: str = SCHEDULES[0], cut: str = CUTS
     return replace(stages[0], pipeline=len(stages), schedule=schedule, cut=cut)
 
 
-def replica(inner: Parallelism, *, count: int | None = None) -> Parallelism:
+def replica(inner: Parallelism, *, count: int | None = None, shard: str | None = None) -> Parallelism:
     """Ranks of each stage that share its batch, None: as many as GPUs allow. Raises PstarError for replicas of
-    replicas."""
-    if inner.data is not None:
+    replicas.
+
+    shard: what they slice, as in Parallelism.
+    """
+    if inner.data is not None or inner.shard is not None:
         raise PstarError(f"replica({inner.composed}): replicas of replicas are one replica, of the product of counts")
-    return replace(inner, data=count)
+    return replace(inner, data=count, shard=shard)

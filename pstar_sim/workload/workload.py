@@ -458,7 +458,7 @@ MOST_MOMENTS = 2_000_000
 """Largest number of moments of one iteration. More take gigabytes of memory and hours to plan."""
 _MOST_BYTES = 2**48  # of one tensor; sums of tensors fit in 64 bits
 _MOST_PEAK_BYTES = 2**58  # of one moment: a batch far beyond all machines is still told how much it lacks
-_WORKING_LISTS = ("param", "grad", "grad32", "remote", "grad_remote")
+_WORKING_LISTS = ("param", "grad", "grad32", "remote", "grad_remote", "grad32_remote")
 
 
 _Bad = Callable[[str, object, str], TraceError]

@@ -55,9 +55,9 @@ def test_a_pipelined_batch_of_torchtitan_is_cut_into_micro_batches() -> None:
     found = torchtitan.read({"training": {"local_batch_size": 6}, "parallelism": degrees}, "x.toml")
     assert (found.batch_per_gpu, found.micro_batches, str(found.parallelism)) == (1, 6, "tp=2,sp,pp=4,schedule=gpipe")
     assert torchtitan.read(toml_loads(torchtitan.write(found)), "x.toml") == found
-    for reshard, policy in (("default", "zero3_resident:reshard=off"), ("always", "zero3_resident")):
+    for reshard, policy in (("default", "all_on_gpu:shard=states"), ("always", "zero3_resident")):
         asked = {"parallelism": degrees | {"fsdp_reshard_after_forward": reshard}}
-        assert torchtitan.read(asked, "x.toml").policy == policy  # by default stages keep what they have gathered
+        assert torchtitan.read(asked, "x.toml").policy == policy  # by default stages gather once, and sum once
     with pytest.raises(PstarError, match=r"local_batch_size = 6 is no multiple of .*microbatch_size = 4"):
         more = degrees | {"pipeline_parallel_microbatch_size": 4}
         torchtitan.read({"training": {"local_batch_size": 6}, "parallelism": more}, "x.toml")
@@ -83,7 +83,7 @@ def test_flags_of_megatron_are_read_from_a_script() -> None:
     assert found.notes == ("not read: --lr, --nproc_per_node",)
     assert str(megatron.read("--tensor-model-parallel-size ${TP:-8}", "x.sh").parallelism) == "tp=8"
     assert megatron.read("--sequence-parallel", "x.sh").parallelism is None  # without ranks that split layers
-    assert megatron.read("--use-distributed-optimizer", "x.sh").policy == "zero3_resident:reshard=off"
+    assert megatron.read("--use-distributed-optimizer", "x.sh").policy == "all_on_gpu:shard=states"
     assert megatron.read("--optimizer-cpu-offload --fp16", "x.sh").policy == "zero_offload"
     half = megatron.read("--optimizer-cpu-offload --optimizer-offload-fraction 0.5", "x.sh")
     assert half.policy.startswith("zero3_offload:") and "ratio=0.5" in half.policy and half.dtype == "fp32"
@@ -107,10 +107,10 @@ torchrun x.py "${ARGS[@]}" $GPT --seq-length ${SEQ:-64}
 def test_slices_of_states_need_ranks_that_share_a_batch() -> None:
     spread = "--pipeline-model-parallel-size 2 --use-distributed-optimizer"
     for flags, data, policy in (
-        (spread, 4, "zero3_resident:reshard=off"),
+        (spread, 4, "all_on_gpu:shard=states"),
         (spread, 1, "all_on_gpu"),
         (f"{spread} --optimizer-cpu-offload", 4, "zero_offload"),
-        ("--tensor-model-parallel-size 2 --use-distributed-optimizer", 4, "zero3_resident:reshard=off"),
+        ("--tensor-model-parallel-size 2 --use-distributed-optimizer", 4, "all_on_gpu:shard=states"),
         ("--tensor-model-parallel-size 2 --use-distributed-optimizer", 1, "all_on_gpu"),
         ("--tensor-model-parallel-size 2 --optimizer-cpu-offload", 1, "zero_offload"),
     ):

@@ -22,7 +22,7 @@ from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.plan_set import Meeting, PlanSet, meetings_of
 from pstar_sim.core.set_file import read_plans, save_set
-from pstar_sim.core.step import Kind, Queue
+from pstar_sim.core.step import Kind, Place, Queue
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import CannotPlan, DoesNotFit, PlanError, PstarError
 from pstar_sim.planner.cheapest import cheapest
@@ -259,6 +259,44 @@ def test_policies_of_loops_plan_stages_and_ranks_that_split_layers(node: Machine
     assert plan.workload.order.one_by_one and plan.workload.micro_batches == 4
     assert any(m.collectives for m in plan.workload.moments)
     assert examine_set(planned.plans)[1] == planned.iteration_s >= planned.lower_bound_s
+
+
+@pytest.mark.parametrize(("micro_batches", "each_bytes"), [(1, 2), (4, 6)])
+def test_slices_of_states_take_a_part_per_rank(micro_batches: int, each_bytes: int) -> None:
+    """6 + 12/d bytes per parameter, as Megatron-LM's distributed optimizer: working list and sum of gradients whole,
+    states in slices. With one micro-batch the gradient takes the parameter's place. Per iteration a rank's links carry
+    the gradient once round the ring, and the parameters."""
+    machine, job = load_machine("a100-40x8"), replace(JOB, model="gpt2", batch=8, micro_batches=micro_batches)
+    for spread, d in ((Parallelism(data=8, shard="states"), 8), (Parallelism.parse("pp=2,dp=4,shard=states"), 4)):
+        planned = plan_stages(job, machine, "all_on_gpu", spread)
+        assert examine_set(planned.plans)[1] == planned.iteration_s
+        for plan in planned.plans.plans:
+            layout = plan.layout
+            held = sum(layout.payload_bytes(r.chunk, r.list) for r in plan.initial if r.place is Place.GPU)
+            slices = sum(layout.slice_numel(c.index) for c in layout.chunks)
+            assert held == slices * d * each_bytes + 12 * slices
+            moved = {
+                kind: [s.bytes for s in plan.steps if s.kind is kind] for kind in (Kind.GATHER, Kind.REDUCE_SCATTER)
+            }
+            assert sum(moved[Kind.GATHER]) == 2 * slices * d
+            assert sum(moved[Kind.REDUCE_SCATTER]) == (2 if micro_batches == 1 else 4) * slices * d
+
+
+def test_a_policy_slices_what_it_can(node: Machine) -> None:
+    with pytest.raises(PstarError, match="tide slices as shard=parameters; leave shard=states out"):
+        plan_stages(JOB, node, "tide", Parallelism.parse("pp=2,shard=states"))
+    with pytest.raises(PstarError, match="zero_offload slices in its own way; leave shard=states out"):
+        plan_stages(JOB, node, "zero_offload", Parallelism.parse("pp=2,shard=states"))
+    whole = plan_stages(JOB, node, "all_on_gpu", Parallelism.parse("pp=2,shard=none")).plans
+    slices = plan_stages(JOB, node, "zero3_resident", Parallelism.parse("pp=2,shard=parameters")).plans
+    for plans, other, said in (
+        (whole, "states", "stage 0 slices nothing; the set has shard=states"),
+        (slices, "states", "stage 0 slices parameters, of which 1 of 8 chunks stay whole; the set has shard=states"),
+        (slices, "none", "stage 0 slices parameters"),
+    ):
+        prove_set(plans)
+        with pytest.raises(PlanError, match=said):
+            prove_set(replace(plans, parallelism=replace(plans.parallelism, shard=other)))
 
 
 def test_a_stage_has_its_part_of_the_node(node: Machine) -> None:
@@ -642,7 +680,9 @@ def test_a_way_that_cannot_be_the_fastest_is_not_planned() -> None:
     few, every = (compare_stages(job, machine, ["all_on_gpu"], ways, every=every) for every in (False, True))
     assert few.best is not None and every.best is not None and few.slower and not every.slower
     assert few.best.iteration_s == every.best.iteration_s
-    assert len(few.rows) + len(few.slower) == len(every.rows) == len(ways)
+    shared = [way for way in ways if way.parallelism.data_on(4) > 1]  # these also with slices of states
+    assert len(every.rows) == len(ways) + len(shared) and len(few.rows) < len(every.rows)
+    assert {row.parallel for row in few.rows} >= {f"{way.parallelism},shard=states" for way in shared[:1]}
 
 
 def test_of_many_micro_batches_the_fastest_way_alone_has_all() -> None:

@@ -356,7 +356,9 @@ def test_families_that_are_not_cut_say_so() -> None:
 
 
 class TestParallelism:
-    @pytest.mark.parametrize("text", ["pp=1", "tp=2", "tp=2,sp,pp=4", "cp=2,ep=4", "pp=2,schedule=gpipe", "pp=2,dp=3"])
+    @pytest.mark.parametrize(
+        "text", ["pp=1", "tp=2", "tp=2,sp,pp=4", "cp=2,ep=4", "pp=2,schedule=gpipe", "pp=2,dp=3,shard=states"]
+    )
     def test_a_text_and_its_value_are_each_others_reverse(self, text: str) -> None:
         assert str(Parallelism.parse(text)) == text
 
@@ -372,6 +374,7 @@ class TestParallelism:
             ("tp=2,pp=2,dp=4", "replica(pipeline(stage(split(2)), stage(split(2))), count=4)"),
             ("pp=3,schedule=gpipe", 'replica(pipeline(stage(), stage(), stage(), schedule="gpipe"))'),
             ("schedule=gpipe", 'replica(pipeline(stage(), schedule="gpipe"))'),
+            ("dp=2,shard=states", 'replica(stage(), count=2, shard="states")'),
             ("pp=2,cut=speed", 'replica(pipeline(stage(), stage(), cut="speed"))'),
         ],
     )
@@ -393,7 +396,7 @@ class TestParallelism:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("zz=4", "'zz=4' is not one of tp=, sp, cp=, ep=, pp=, dp=, schedule=, cut= given once"),
+            ("zz=4", "'zz=4' is not one of tp=, sp, cp=, ep=, pp=, dp=, schedule=, cut=, shard= given once"),
             ("pp=2,pp=4", "'pp=4' is not one of"),
             ("pp=0", "parallelism: pp = 0"),
             ("cp=0", "parallelism: cp = 0"),

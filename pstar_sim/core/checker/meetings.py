@@ -65,6 +65,16 @@ def _check_jobs(plans: PlanSet) -> None:
         same = ("tensor", "sequence", "context", "experts", *(() if spread.data is None else ("data",)))
         if any(getattr(here, what) != getattr(spread, what) for what in same):
             raise PlanError(f"stage {stage} is of {here}; the set is of {spread}")
+        _check_shard(plan, stage, spread.shard)
+
+
+def _check_shard(plan: Plan, stage: int, shard: str | None) -> None:
+    if shard is None or plan.machine.data_parallel_size == 1:
+        return
+    sliced, whole = plan.layout.ranks > 1, {r.chunk for r in plan.initial if r.list == "remote"}
+    if sliced != (shard != "none") or (shard == "states" and len(whole) < len(plan.layout.chunks)):
+        what = f"slices parameters, of which {len(whole)} of {len(plan.layout.chunks)} chunks stay whole"
+        raise PlanError(f"stage {stage} {what if sliced else 'slices nothing'}; the set has shard={shard}")
 
 
 def _check_meetings(plans: PlanSet) -> None:

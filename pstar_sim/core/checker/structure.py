@@ -167,7 +167,7 @@ def _check_collective(plan: Plan, step: Step) -> None:
         raise PlanError(f"{label(step)}: machine {plan.machine.name!r} has one gpu; collectives need several")
     allowed: tuple[str, ...] = ("param", "grad", "grad32")
     if plan.layout.ranks > 1:
-        allowed = ("remote",) if step.kind is Kind.GATHER else ("remote", "grad_remote")
+        allowed = ("remote",) if step.kind is Kind.GATHER else tuple(OTHERS)
     if step.list not in allowed:
         raise PlanError(f"{label(step)} needs list= one of {', '.join(allowed)}")
     slices = plan.layout.slices_of(step.chunk)

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind, Step
 
-OTHERS = {"remote": "param", "grad_remote": "grad"}  # list of the other ranks' slices -> list of the own slice
+OTHERS = {"remote": "param", "grad_remote": "grad", "grad32_remote": "grad32"}
+"""List of the other ranks' slices -> list of the own slice."""
 
 
 def label(step: Step) -> str:

@@ -57,6 +57,7 @@ class Walk:
     expected: chunk -> (micro-batch, tensor) of an iteration's gradients.
     due: (chunk, micro-batch) -> its entries of `expected`.
     sums: chunks whose gradients add up on the gpu.
+    whole_sums: those whose gradients do before they are summed over the ranks, and all on one.
     target: (chunk, micro-batch) -> list on the gpu where gradients arrive.
     lost_by: chunk -> words for the step that gave up its only current parameters.
     sent: chunk -> latest iteration in which a gradient went to the host outside a sum.
@@ -96,16 +97,17 @@ class Walk:
         self.lost_by: dict[int, str] = {}
         self.sent: dict[int, int] = {}
         self.parts = part_counts(plan.steps)
-        self.sums = self._sums()
+        self.sums = self._on_gpu("grad32")
+        self.whole_sums = self._on_gpu("grad32_remote") if self.sliced else self.sums
         self.target = self._targets()
 
-    def _sums(self) -> frozenset[int]:
-        sums = {chunk for chunk, name, place in self.initial if name == "grad32" and place is Place.GPU}
+    def _on_gpu(self, list_name: str) -> frozenset[int]:
+        chunks = {chunk for chunk, name, place in self.initial if name == list_name and place is Place.GPU}
         for step in self.plan.steps:
-            if step.kind is Kind.ALLOC and step.place is Place.GPU and step.list == "grad32":
+            if step.kind is Kind.ALLOC and step.place is Place.GPU and step.list == list_name:
                 assert step.chunk is not None
-                sums.add(step.chunk)
-        return frozenset(sums)
+                chunks.add(step.chunk)
+        return frozenset(chunks)
 
     def _targets(self) -> dict[tuple[int, int], str]:
         allocs: dict[int, int] = {}
@@ -116,7 +118,7 @@ class Walk:
         target: dict[tuple[int, int], str] = {}
         for chunk, marks in self.expected.items():
             batches = sorted({u for u, _ in marks})
-            if chunk in self.sums and not self.sliced:
+            if chunk in self.whole_sums:
                 lists = ["grad32"] * len(batches)
             elif (chunk, "grad", Place.GPU) in self.initial:
                 lists = ["grad"] * len(batches)
@@ -322,7 +324,8 @@ class Walk:
         u = w.moments[step.moment].micro_batch
         self._change(s, key)
         content = self._present(step, key, "puts the gradient of", t)
-        if OTHERS.get(key[1], key[1]) == "param":
+        own = OTHERS.get(key[1], key[1])
+        if own == "param":
             if content is None:
                 raise PlanError(f"{label(step)} overwrites {_key_name(key)}, which nothing has filled")
             if any((v, t) in content.marks for v in range(w.micro_batches)):
@@ -330,7 +333,7 @@ class Walk:
                     f"{label(step)} puts the gradient of {self._name(t)} of micro-batch {u} in {_key_name(key)} "
                     "over the gradient of an earlier micro-batch; it needs a grad list of its own (alloc)"
                 )
-        elif content is None or content.version != k or (key[1] != "grad32" and any(v != u for v, _ in content.marks)):
+        elif content is None or content.version != k or (own != "grad32" and any(v != u for v, _ in content.marks)):
             content = self.content[key] = _Content(k)
         if content.marks and content.summed != "no":
             raise PlanError(

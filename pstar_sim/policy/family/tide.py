@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["CAPABILITIES", "OPTIONS", "tide"]
 
 OPTIONS = point_options(Point())
-CAPABILITIES = Capabilities(point=Point(), yardstick=True)
+CAPABILITIES = Capabilities(point=Point(), yardstick=True, shards={"parameters": ""})
 
 
 def tide(workload: Workload, machine: Machine, settings: Settings, **changes: Unpack[Coordinates]) -> Plan:

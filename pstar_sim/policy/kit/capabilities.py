@@ -6,8 +6,8 @@ Its module, a user's too, declares it as `CAPABILITIES` (default: nothing) and o
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from pstar_sim.catalog.machine import Machine
@@ -32,6 +32,8 @@ class Capabilities:
         None: the machine's.
     fastest_shares: the planner gives it the fastest shares if GPUs differ, unless its option `shares` asks for the
         machine's.
+    shards: one of SHARDS (workload/parallelism.py) -> options under which ranks that share a batch slice that, the
+        usual first; empty: as the policy has it.
     activations: its ways to keep, recompute or offload block by block: (all recomputed, all kept, machine, settings) ->
         workloads. None: the planner's ways.
     """
@@ -47,6 +49,7 @@ class Capabilities:
     from_disks: tuple[str, ...] = ()
     balance: Callable[..., tuple[int, ...]] | None = None
     fastest_shares: bool = False
+    shards: Mapping[str, str] = field(default_factory=dict)
     activations: Callable[[Workload, Workload, Machine, Settings], Iterable[Workload]] | None = None
 
 

@@ -6,6 +6,10 @@ parameter in 2-byte training, where the gradient overwrites the working list, an
 On several ranks the policy is plain data parallelism. Every GPU holds everything, a chunk's gradient is all-reduced
 (reduce-scatter, then gather) as soon as it is complete, and each GPU updates all parameters in optimizer.step(). With
 clipping, the update first waits for all gradients, because the norm is that of all sums.
+
+With shard=states (ZeRO-1; Megatron-LM's distributed optimizer) each of d ranks has a slice of the states: 6 + 12/d
+bytes per parameter with several micro-batches in 2-byte training, 2 + 12/d with one. Gradients, whole on every GPU, are
+reduce-scattered once, and updated slices are gathered beside the next forward, whose first use waits.
 """
 
 from __future__ import annotations
@@ -13,8 +17,9 @@ from __future__ import annotations
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Plan, Settings
-from pstar_sim.core.step import Place
+from pstar_sim.core.step import Kind, Place, Ref
 from pstar_sim.policy.kit.capabilities import Capabilities
+from pstar_sim.policy.kit.options import Option, one_of
 from pstar_sim.policy.passes.builder import Builder
 from pstar_sim.policy.passes.step_by_step.checks import check_beside_tide
 from pstar_sim.policy.systems.gpu_optimizers import ADAM, check_adam, hold_copy
@@ -25,25 +30,32 @@ from pstar_sim.workload.workload import Workload
 
 __all__ = ["CAPABILITIES", "OPTIONS", "all_on_gpu"]
 
-CAPABILITIES = Capabilities(yardstick=True)
+CAPABILITIES = Capabilities(yardstick=True, shards={"none": "", "states": "shard=states"})
 
-OPTIONS = {"adam": ADAM}
+OPTIONS = {
+    "adam": ADAM,
+    "shard": Option(one_of(*CAPABILITIES.shards), "what ranks that share a batch slice: optimizer states", "none"),
+}
 
 
-def all_on_gpu(workload: Workload, machine: Machine, settings: Settings, *, adam: str = "fused") -> Plan:
+def all_on_gpu(
+    workload: Workload, machine: Machine, settings: Settings, *, adam: str = "fused", shard: str = "none"
+) -> Plan:
     """Returns the plan with everything resident. Adam runs after the step moment, or (eager, no barrier) after the
     chunk's last gradient.
 
     adam: where all parameters are updated after the step moment (gpu_optimizers.py).
+    shard: "states": each of several ranks has a slice of them; "none": all.
 
     Raises CannotPlan as `check_adam` does. Raises DoesNotFit if model data and the tide's peak exceed the GPU.
     """
-    whole = build_layout(workload, chunk_bytes=settings.chunk_bytes, sums=settings.sums)
-    b = Builder("all_on_gpu", workload, machine, settings, layout=whole)
+    slices = 1 if shard == "none" else machine.data_parallel_size
+    layout = build_layout(workload, chunk_bytes=settings.chunk_bytes, ranks=slices, sums=settings.sums)
+    b = Builder("all_on_gpu", workload, machine, settings, layout=layout)
     barrier = settings.barrier(workload.compute_dtype)
     at_once = barrier is None and b.ranks == 1  # on several ranks, an eager update would wait for the all-reduce
     via = check_adam(adam, b.policy, workload, at_once=at_once)
-    updated = frozenset(c.index for c in whole.chunks if b.uses.updated(c.index))
+    updated = frozenset(c.index for c in layout.chunks if b.uses.updated(c.index))
     s = Sharded(b, Scheme(resident=updated, whole=True, at_once=at_once))
     copied = hold_copy(b, adam)
     model = b.held_bytes(Place.GPU)
@@ -66,3 +78,13 @@ def _optimizer_step(s: Sharded, via: str | None) -> None:
     first = {last(c): c for c in reversed(trained)} if s.b.ranks > 1 else {}
     for c in sorted(trained, key=lambda c: (first.get(last(c), c), c)):
         s.gpu_adam(c, via=via)
+    if s.shards.ranks > 1:
+        _gather(s.b)
+
+
+def _gather(b: Builder) -> None:
+    computed = {step.moment: step.id for step in b.steps if step.kind is Kind.COMPUTE}
+    updates = {step.chunk: step.id for step in b.steps if step.kind is Kind.GPU_UPDATE and step.chunk is not None}
+    for c in sorted(updates, key=b.uses.first_use):
+        first = b.uses.first_use(c)
+        b.wait(computed[first], Ref(b.gather(c, first, [updates[c]]), 1))

@@ -29,7 +29,7 @@ class Buckets:
         self._shards = shards
         self._b = b = shards.b
         listed = [c for c in shards.trained if not shards.in_place(c)]
-        self.lists = GradientLists(b, listed, stay=shards.on_gpu)
+        self.lists = GradientLists(b, listed, stay=shards.on_gpu, whole=shards.scheme.whole)
         self.arrived: dict[int, Sequence[int]] = {}
         self.peak_bytes = 0
         _, self.complete = arrivals(b.uses, shards.trained)

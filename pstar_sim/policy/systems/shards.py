@@ -100,6 +100,8 @@ class Shards:
             if c in scheme.resident:
                 b.modes[c] = "pin"
                 b.resident(c, Place.GPU, *(name for name in b.uses.home_lists(c) if name != "param"))
+                if scheme.whole and self.several and self.ranks > 1:
+                    b.resident(c, Place.GPU, "grad32_remote")
             elif c in scheme.staged:
                 b.modes[c] = "stream"
                 b.resident(c, Place.HOST, *(name for name in b.uses.home_lists(c) if name != "param"))

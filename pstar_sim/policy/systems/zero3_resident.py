@@ -12,6 +12,7 @@ from __future__ import annotations
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place
+from pstar_sim.policy.kit.capabilities import Capabilities
 from pstar_sim.policy.kit.options import Option, switch
 from pstar_sim.policy.passes.builder import Builder
 from pstar_sim.policy.systems.gpu_optimizers import ADAM, check_adam, hold_copy
@@ -22,7 +23,9 @@ from pstar_sim.policy.systems.zero3_offload import GRADIENT_BYTES_PER_PARAM
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["OPTIONS", "zero3_resident"]
+__all__ = ["CAPABILITIES", "OPTIONS", "zero3_resident"]
+
+CAPABILITIES = Capabilities(shards={"parameters": ""})
 
 OPTIONS = {
     "reshard": Option(switch(), "give parameters up after forward and gather them again for backward", True),

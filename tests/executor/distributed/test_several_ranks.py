@@ -86,12 +86,14 @@ CASES += [
     {"name": "experts-whole", "ranks": 2, "policy": "zero_offload", "model": "experts", "steps": 3},
     {"name": "experts-3", "ranks": 3, "policy": "zero3_resident", "model": "experts", **SETTINGS["accumulated"]},
     {"name": "three", "ranks": 3, "policy": "all_on_gpu", "clip": 0.05},
+    {"name": "states", "ranks": 2, "policy": "all_on_gpu:shard=states", **SETTINGS["accumulated"]},
 ]
 
 ON_STREAMS = ("tide", "optimal", "zero_offload", "patrickstar", "all_on_gpu", "zero3_resident", "zero3_offload")
 ON_FOUR = ("streams-tide-4-accumulated", "streams-zero_offload-4-eager")
 OTHERS_ON_STREAMS: list[dict[str, Any]] = [
     {"name": "streams-tide-clip", "ranks": 2, "policy": "tide", "clip": 0.05},
+    {"name": "streams-states", "ranks": 2, "policy": "all_on_gpu:shard=states", **SETTINGS["accumulated"]},
     {"name": "streams-gpt2", "ranks": 2, "policy": "tide", "model": "gpt2", "checkpointing": True, "clip": 0.05},
     {
         "name": "streams-gpt2-offload",

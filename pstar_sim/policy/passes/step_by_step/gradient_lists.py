@@ -35,6 +35,7 @@ class GradientLists:
 
     last: a chunk's last gradient has a list too, else it overwrites the working list.
     stay: on the GPU, on one rank without lists, added in place.
+    whole: so they are on several, before they are summed over the ranks.
     one_by_one: each step waits for the one before, and no other.
     add_last: a last gradient without a list is added to the others before any update, for clipping's norm
         (`add_last_of`).
@@ -54,6 +55,7 @@ class GradientLists:
         *,
         last: bool = True,
         stay: Collection[int] = (),
+        whole: bool = False,
         one_by_one: bool = False,
     ) -> None:
         self._b = b
@@ -61,7 +63,8 @@ class GradientLists:
         self._one_by_one = one_by_one
         self._several = b.workload.micro_batches > 1
         self._names = ("grad", "grad_remote") if b.layout.ranks > 1 else ("grad",)
-        listed = [c for c in chunks if b.layout.ranks > 1 or c not in self._stay]
+        self._add_first = whole or b.layout.ranks == 1
+        listed = [c for c in chunks if not self._add_first or c not in self._stay]
         if listed and not b.workload.order.sums_leave_gpu:
             raise CannotPlan(
                 f"{b.policy} takes gradients one after the other; a {b.workload.order} workload is for l2l, tide, "
@@ -107,21 +110,28 @@ class GradientLists:
         return self.add(c, m)
 
     def sum(self, c: int, m: int, after: Sequence[int], list_name: str = "grad_remote") -> Sequence[int]:
-        """Over the ranks; returns the steps after which it is complete (on one rank `after`); on a replicated layout
-        once accumulated, of what stays.
+        """Over the ranks; returns the steps after which it is complete (on one rank `after`), once accumulated if it is
+        whole until then.
 
         list_name: "remote" for one in the working list.
         """
         b = self._b
-        if b.layout.ranks > 1:
+        if b.layout.ranks > 1 and not (self._add_first and c in self._stay):
             step = b.reduce_scatter(c, m, after, list_name)
         elif b.ranks > 1 and c in self._stay and m == b.uses.last_gradient(c):
-            accumulated = "grad32" if self._several else "param"
-            step = b.gather(c, m, [b.reduce_scatter(c, m, after, accumulated)], accumulated)
+            step = self._sum_accumulated(c, m, after)
         else:
             return after
         self._latest_sums["ranks"] = step
         return [step]
+
+    def _sum_accumulated(self, c: int, m: int, after: Sequence[int]) -> int:
+        b = self._b
+        if b.layout.ranks == 1:
+            own = "grad32" if self._several else "param"
+            return b.gather(c, m, [b.reduce_scatter(c, m, after, own)], own)
+        step = b.reduce_scatter(c, m, after, "grad32_remote" if self._several else "remote")
+        return b.alloc(Queue.NET, c, "grad32_remote", Place.GPU, m, [step]) if self._several else step
 
     def keep(self, c: int, m: int, after: Iterable[int]) -> int:
         """Frees the list of a gradient once added to its sum on the GPU."""
