@@ -16,6 +16,8 @@ from pstar_sim.core.step import Place
 BINDS_NAMES = {"adam": "CPU Adam", "barrier": "CPU Adam", "dram": "host DRAM", "net": "collectives", "nvme": "disks"}
 """Resource that binds -> its short name. A resource that is missing here has the name that plans use. Behind a barrier
 CPU Adam binds, too: answers that do not know the cost of the barrier cannot tell the two apart."""
+BINDS_WORDS = BINDS_NAMES | {"h2d": "copies to the GPU", "d2h": "copies to the host"}
+"""Resource that binds -> its name on a page."""
 _MOVED = {"h2d_bytes": "h2d", "d2h_bytes": "d2h"}
 _EVERY = (
     "iteration_s", "tokens_per_s", "peak_gpu_bytes", "peak_host_bytes", "h2d_bytes", "d2h_bytes", "expected_error",

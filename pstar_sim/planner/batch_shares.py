@@ -11,6 +11,7 @@ from pstar_sim.arguments import refused, whole
 from pstar_sim.bounds.shares import tightest
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.figures import BINDS_WORDS
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.dtypes import same_size
 from pstar_sim.errors import PstarError
@@ -190,13 +191,4 @@ def unmodelled_notes(
     return tuple(notes)
 
 
-_WAITS = {
-    "net": "collectives",
-    "h2d": "copies to the GPU",
-    "d2h": "copies to the host",
-    "adam": "CPU Adam",
-    "barrier": "CPU Adam behind the barrier",
-    "dram": "host DRAM",
-    "nvme": "disks",
-    "compute": "the GPU itself",
-}
+_WAITS = BINDS_WORDS | {"barrier": "CPU Adam behind the barrier", "compute": "the GPU itself"}

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pstar_sim.arguments import parse_bytes
+from pstar_sim.core.figures import BINDS_WORDS
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.sweep import COLUMNS
 from pstar_sim.report.legends import ink, shared_legend
 from pstar_sim.report.palette import BINDS, BLUE, WINE, policy_colours
-from pstar_sim.report.tables import BINDS_WORDS
 from pstar_sim.units import GB
 
 if TYPE_CHECKING:

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from pstar_sim.planner.compare import Comparison, Row
     from pstar_sim.workload.workload import Workload
 
-BINDS_WORDS = BINDS_NAMES | {"h2d": "copies to the GPU", "d2h": "copies to the host"}
-"""Resource that binds -> name on a page."""
-
 
 class TableAnswer(Protocol):
     @property

@@ -17,6 +17,7 @@ from PIL import Image
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.overrides import override
 from pstar_sim.catalog.prices import Price, load_prices
+from pstar_sim.core.figures import BINDS_WORDS
 from pstar_sim.core.plan_file import file_text
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.compare import Comparison, Planned, Row, compare
@@ -24,7 +25,7 @@ from pstar_sim.planner.limits import Limit, max_model
 from pstar_sim.planner.trust import untuned
 from pstar_sim.policy.registry import built_in
 from pstar_sim.report.palette import CATEGORIES
-from pstar_sim.report.tables import BINDS_WORDS, format_change, format_percent, heading
+from pstar_sim.report.tables import format_change, format_percent, heading
 from pstar_sim.report.web.charts import Chart, lanes_chart, themed, tide_chart
 from pstar_sim.report.web.question import JOB, MACHINE, PARTS, POLICIES, TRAINING, Field, Question, fields
 from pstar_sim.units import format_bytes, format_error, format_s

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.effects import category_of, tide_at_cut
-from pstar_sim.core.figures import BINDS_NAMES
+from pstar_sim.core.figures import BINDS_NAMES, BINDS_WORDS
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
 from pstar_sim.core.timeline import Timeline
@@ -26,7 +26,7 @@ from pstar_sim.report.palette import CATEGORY_NAMES, QUEUE_NAMES
 from pstar_sim.report.residence import AWAY, Residence, residence
 from pstar_sim.report.run_figures import Figure
 from pstar_sim.report.step_names import layer_names
-from pstar_sim.report.tables import BINDS_WORDS, format_change, format_percent, plan_words
+from pstar_sim.report.tables import format_change, format_percent, plan_words
 from pstar_sim.report.web.charts import Chart, lanes_chart, residence_chart, same_lanes, tide_chart
 from pstar_sim.report.web.document import breakable, chart_place, document, legend_html, table_html, unbroken
 from pstar_sim.units import format_bytes, format_error, format_s

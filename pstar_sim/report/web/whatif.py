@@ -14,11 +14,11 @@ from typing import Any
 
 from pstar_sim.catalog.model_shapes import model_entry
 from pstar_sim.catalog.prices import load_prices
+from pstar_sim.core.figures import BINDS_WORDS
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.grid import machine_of
 from pstar_sim.planner.trust import untuned
 from pstar_sim.report.palette import policy_colours
-from pstar_sim.report.tables import BINDS_WORDS
 from pstar_sim.report.web.document import document
 from pstar_sim.units import format_error
 from pstar_sim.version import __version__
