@@ -7,7 +7,7 @@ The command line prints its text as one line and exits with 2, 3 for an answer (
 from __future__ import annotations
 
 from pstar_sim.units import format_bytes
-from pstar_sim.words import meant
+from pstar_sim.words import letters, meant
 
 
 class PstarError(Exception):
@@ -115,12 +115,12 @@ class UnknownName(PstarError):
     ) -> None:
         import difflib
 
-        lower = {other.lower(): other for other in known}
-        asked = name.lower()
-        begin = sorted(other for other in lower if asked and other.startswith(asked))
-        inside = sorted((other for other in lower if len(asked) > 2 and asked in other), key=len)
-        alike = difflib.get_close_matches(asked, lower, n=3, cutoff=0.4)
-        near = [lower[n] for n in (begin or [*dict.fromkeys([*inside, *alike])])[:3]] if guess else []
+        plain = {letters(other): other for other in known}
+        asked = letters(name)
+        begin = sorted(other for other in plain if asked and other.startswith(asked))
+        inside = sorted((other for other in plain if len(asked) > 2 and asked in other), key=len)
+        alike = difflib.get_close_matches(asked, plain, n=3, cutoff=0.4)
+        near = [plain[n] for n in (begin or [*dict.fromkeys([*inside, *alike])])[:3]] if guess else []
         hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(sorted(known)[:20])}"
         hint = (meant(name) if guess else None) or hint
         super().__init__(f"unknown {kind} {name!r}; {hint}" + (f" ({otherwise})" if otherwise else ""))

@@ -133,7 +133,7 @@ class Catalog:
     def _known_machine(self, name: str) -> str:
         """In the catalog, for 8xa100-80, and a GPU alone, such as H100 or 8 x H100, where one machine alone has so many
         of it; else as it is."""
-        number = re.fullmatch(r"(\d+) ?[x*] ?(.+)|(.+?) ?[x*] ?(\d+)", name)
+        number = re.fullmatch(r"(\d{1,3}) ?[x*] ?(.+)|(.+?) ?[x*] ?(\d{1,3})", name)  # more are a model: rtx3090
         gpu, count = (name, "1") if number is None else (number[2] or number[3], number[1] or number[4])
         for known in (spelled(name, self.machines), spelled(f"{gpu}x{count}", self.machines)):
             if known in self.machines:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,7 @@ def test_tokens_as_people_count_them(typed: str, count: int) -> None:
     [
         ("8xA100-80", "a100-80x8"), ("8 x A100-80", "a100-80x8"), ("H100", "h100-80"), ("8xH100", "h100-80x8"),
         ("h100x8", "h100-80x8"), ("H100-80GB", "h100-80"), ("RTX 3090", "rtx3090-64gb"), ("3090", "rtx3090-64gb"),
+        ("rtx3090", "rtx3090-64gb"), ("rtx 3090", "rtx3090-64gb"), ("8 x rtx3090", "rtx3090x8"),
     ],
 )  # fmt: skip
 def test_a_gpu_is_the_only_machine_that_has_so_many_of_it(typed: str, own: str) -> None:
@@ -67,6 +69,12 @@ def test_a_gpu_is_the_only_machine_that_has_so_many_of_it(typed: str, own: str) 
 def test_a_gpu_of_several_machines_is_none_of_them(typed: str) -> None:
     with pytest.raises(UnknownName, match=f"unknown machine '{typed}'; did you mean|known: "):
         load_machine(typed)
+
+
+def test_near_names_are_near_in_letters_alone() -> None:
+    for typed, near in (("Gemma 3", "gemma-3-12b"), ("qwen 2.5", "qwen2.5-0.5b"), ("deepseek v3.1", "deepseek-v3")):
+        with pytest.raises(UnknownName, match=f"did you mean {re.escape(near)}"):
+            model_entry(typed)
 
 
 @pytest.mark.parametrize(
