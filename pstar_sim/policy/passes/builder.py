@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.collector import without_garbage_collection
 from pstar_sim.core.choose import choose
 from pstar_sim.core.draft import Charge, Draft, DraftRow
 from pstar_sim.core.layout import Layout, build_layout
@@ -272,6 +273,7 @@ class Builder:
     def steps(self) -> Sequence[Step]:
         return self._steps
 
+    @without_garbage_collection()
     def plan(self, *, predict: bool = False, memory: Mapping[int, Sequence[Ref]] | None = None) -> Plan:
         """memory: edges found by the policy.
         predict: find them by scheduling once. Raises DoesNotFit over a budget.

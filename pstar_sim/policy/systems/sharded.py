@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.collector import without_garbage_collection
 from pstar_sim.core.step import Place, Queue, Ref
 from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import CannotPlan
@@ -68,6 +69,7 @@ class Sharded:
         self.shards.reside(self.buckets.lists.host_list)
         self.barrier = -1  # the latest moment
 
+    @without_garbage_collection()
     def run(self) -> None:
         at_once = self.shards.scheme.at_once
         for m in range(len(self.b.workload.moments)):
