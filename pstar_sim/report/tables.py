@@ -211,32 +211,18 @@ def comparison_text(comparison: Comparison, *, width: int | None = None) -> str:
         lines += wrap(line, width)
     if _costs_left_out(comparison):
         lines += wrap("barrier costs: with --barrier-costs, which plans every policy again, without its barrier", width)
-    for reason in reasons(comparison):
-        lines += ["", *wrap(reason, width)]
-    for note in comparison.notes:
-        lines += ["", *wrap(f"note: {note}", width)]
-    return "\n".join(lines) + "\n"
-
-
-REFUSAL = ("policy", "short of", "needs", "has", "what would do", "what needs the room")
+    return "\n".join([*lines, *_remarks(comparison, width)]) + "\n"
 
 
 def refusal_text(comparison: Comparison, *, width: int | None = None) -> str:
+    """Why there is no plan, and the smallest change."""
     width = terminal_width() if width is None else width
-    rows = [
-        (
-            row.policy,
-            row.short_of or "-",
-            "" if row.needed_bytes is None else format_bytes(row.needed_bytes),
-            "" if row.available_bytes is None else format_bytes(row.available_bytes),
-            row.nearest or "",
-            row.needed_for or row.reason or "",
-        )
-        for row in comparison.rows
-    ]
-    lines = [*wrap(heading(comparison), width), "", table_text(REFUSAL, rows, width=width).rstrip()]
-    lines += [line for note in comparison.notes for line in ("", *wrap(f"note: {note}", width))]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*wrap(heading(comparison), width), *_remarks(comparison, width)]) + "\n"
+
+
+def _remarks(comparison: Comparison, width: int) -> list[str]:
+    said = (*reasons(comparison), *(f"note: {note}" for note in comparison.notes))
+    return [line for text in said for line in ("", *wrap(text, width))]
 
 
 def trust_lines(pairs: Sequence[tuple[str, str | None]]) -> list[str]:
