@@ -434,7 +434,7 @@ def _fastest_way(machine: Machine, asked: _Question, parallel: str | Parallelism
     job = replace(asked.job, batch=asked.batch, micro_batches=1)
     ways, left_out = ways_of(job, machine, parallel)
     if parallel not in ASKED:
-        data = ways[0].parallelism.data_on(machine.world_size)
+        data, left_out = ways[0].parallelism.data_on(machine.world_size), []
         ways += [replace(ways[0], batch=data, micro_batches=asked.batch // data)] if asked.batch > data else []
     answer = compare_stages(job, machine, asked.policies or STAGED, ways, left_out=left_out, settings=asked.settings)
     if answer.best is not None:

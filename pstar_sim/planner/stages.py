@@ -216,10 +216,15 @@ def ways_of(
         return ways_to_spread(job, machine, every=parallel == ASKED[1], shape=shape)
     if job.model is None or job.batch is None:
         raise PstarError("a trace is of a whole model; give a model, whose preset is spread, with batch and seq")
+    of_file = isinstance(parallel, Parallelism)  # which says its micro-batches, too
     if not isinstance(parallel, Parallelism):
         parallel = Parallelism.parse(text("parallel", parallel, "auto, all, or a parallelism such as tp=2,pp=4"))
     one = Way(parallelism=parallel, batch=job.batch, micro_batches=job.micro_batches or 1)
-    return [one], []
+    data, sequences = parallel.data_on(machine.world_size), one.batch * one.micro_batches
+    if of_file or parallel.pipeline == 1 or sequences % data or one.batch <= data:
+        return [one], []
+    single = f"{parallel} in single sequences, --batch {data} --micro-batches {sequences // data}"
+    return [one], [f"{single}: a way that is named runs in the micro-batches asked; auto tries both"]
 
 
 def ways_to_spread(

@@ -625,6 +625,16 @@ def test_the_ways_are_those_of_the_sequences_however_they_are_written(node: Mach
     assert "dp=4: dp ranks cannot share 6 sequences" in left_out
 
 
+def test_a_pipeline_that_is_named_says_what_auto_would_try_beside_it(node: Machine) -> None:
+    job = replace(JOB, batch=8, micro_batches=1)
+    (way,), (left_out,) = ways_of(job, node, "pp=2")
+    assert (way.batch, way.micro_batches) == (8, 1)
+    assert left_out.startswith("pp=2 in single sequences, --batch 2 --micro-batches 4: a way that is named runs in")
+    for named in ("tp=2", Parallelism(pipeline=2)):
+        assert ways_of(job, node, named)[1] == []
+    assert ways_of(replace(job, batch=2, micro_batches=4), node, "pp=2")[1] == []
+
+
 class TestOtherQuestions:
     """Each question that takes a parallelism answers with what `compare` plans."""
 
