@@ -57,6 +57,7 @@ DEPENDENCIES: Mapping[str, tuple[str, ...]] = {
     "interrupts": (*EXECUTED, "benchmarks/_interrupts.py"),
     "karma": EXECUTED,
     "kills": EXECUTED,
+    "layouts_memory": (*PLANNED, "pstar_sim/frameworks/**"),
     "load_weights": EXECUTED,
     "optimal*": PLANNED,
     "options": PLANNED,
