@@ -123,6 +123,10 @@ def test_the_what_if_page_answers_in_three_clicks(browser: Browser, whatif: Path
     page.select_option("select[id='set.host.memory']", label="as it is")
     large = page.locator("#largest").text_content()
     assert small.startswith("gpt2 (0.124 B parameters)") and "does not fit" in small
+    page.select_option("select[id='set.host.memory']", label="16GB")
+    page.select_option("select#model", label="1B")
+    assert re.search(r" does not fit: \w+ needs [\d.]+\sGB but has", page.locator("#job-reasons").text_content())
+    page.select_option("select[id='set.host.memory']", label="as it is")
     assert not large.startswith("gpt2")
     page.locator("#days").fill("1000")
     page.select_option("select#model", label="1B")

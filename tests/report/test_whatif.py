@@ -60,7 +60,7 @@ def test_every_point_is_on_the_page_with_its_figures_and_its_error(results: Path
     for row, point in zip(shown, points):
         for axis in page["axes"]:
             assert axis["values"][row[axis["name"]]] == point[axis["name"]]
-        assert row.pop("senseless") is None
+        assert row.pop("why") is None
         assert all(row[name] == point[name] for name in page["figures"] if name in row)
     assert {row["expected_error"] is None for row in shown} == {False}, "both machines were validated"
 
@@ -88,9 +88,13 @@ def test_points_of_several_sweeps_are_joined(results: Path, tmp_path: Path) -> N
 def test_a_job_without_a_plan_is_not_called_too_large_and_folders_of_files_stay_here(results: Path) -> None:
     _, points = load_results(results)
     without = {**points[0], "fits": None, "reason": "no disks", "machine": "/home/me/mine.toml"}
-    page = values_in(whatif_page([*points, without], ["machine", "model", "policy", "set.link.bandwidth"]))
+    said = "tide does not fit: gpu needs 9 GB (moment 2 (a, 1 GB); b) but has 8 GB, short by 1 GB"
+    large = {**points[0], "fits": False, "reason": said, "policy": "tide"}
+    page = values_in(whatif_page([*points, without, large], ["machine", "model", "policy", "set.link.bandwidth"]))
+    assert page["reasons"] == ["no disks", "gpu needs 9 GB but has 8 GB, short by 1 GB"]
+    assert page["rows"].pop()[-1] == 1
     row = dict(zip(page["figures"], page["rows"][-1][4:]))
-    assert row["fits"] is None and page["reasons"][row["senseless"]] == "no disks"
+    assert row["fits"] is None and page["reasons"][row["why"]] == "no disks"
     assert all(one[-1] is None for one in page["rows"][:-1])
     machine = page["axes"][0]
     assert (machine["labels"][-1], machine["values"][-1]) == ("mine.toml", "/home/me/mine.toml")

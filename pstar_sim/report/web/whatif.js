@@ -21,7 +21,7 @@ const seconds = (s) => (s >= 1 ? `${digits(s)} s` : `${digits(1000 * s)} ms`);
 const gigabytes = (bytes) => `${digits(bytes / 1e9)} GB`;
 const billions = (params) => `${digits(params / 1e9)} B`;
 const binds = (point) => values.binds[point.bound_by] || point.bound_by;
-const senseless = (point) => point.senseless !== null; // no question of memory: the job has no plan there
+const senseless = (point) => point.fits === null; // no question of memory: the job has no plan there
 const priceOf = (point) => values.prices[parts.map((name) => titles[name].values[point[name]]).join("|")] || null;
 const perMillion = (point) => (priceOf(point) ? (priceOf(point)[0] / 3600 / point.tokens_per_s) * 1e6 : null);
 
@@ -52,14 +52,15 @@ function job() {
     ? `${name} trains with ${label("policy", best.policy)}: ${seconds(best.iteration_s)}${error(best)} per iteration, ` +
       `${digits(best.tokens_per_s)} tokens/s${error(best)}. What binds: ${binds(best)}.`
     : found.length === 0 ? "The sweep has no such point."
-      : found.every(senseless) ? `${name} has no plan here: ${values.reasons[found[0].senseless]}.` : `${name} does not fit here.`);
+      : found.every(senseless) ? `${name} has no plan here: ${values.reasons[found[0].why]}.` : `${name} does not fit here.`);
   table("job-table", ["policy", "seconds per iteration", "tokens/s", "$ per million tokens", "above the bound", "binds", "GPU", "host"],
     found.map((p) => p.fits === true
       ? [label("policy", p.policy), seconds(p.iteration_s) + error(p), digits(p.tokens_per_s) + error(p),
         perMillion(p) === null ? "no price" : `$${digits(perMillion(p))}${error(p)}`, p.gap === null ? "" : `${(100 * p.gap).toFixed(p.gap < 0.00995 ? 2 : 1)} %`,
         binds(p), gigabytes(p.peak_gpu_bytes), gigabytes(p.peak_host_bytes)]
       : [label("policy", p.policy), senseless(p) ? "no plan" : "does not fit", "", "", "", "", "", ""]));
-  const said = found.filter((p) => senseless(p)).map((p) => `${label("policy", p.policy)} has no plan: ${values.reasons[p.senseless]}.`);
+  const said = found.filter((p) => p.fits !== true).map((p) =>
+    `${label("policy", p.policy)} ${senseless(p) ? "has no plan" : "does not fit"}: ${values.reasons[p.why]}.`);
   write("job-reasons", found.every(senseless) ? "" : said.join(" "));
 }
 

@@ -6,6 +6,7 @@ largest model lies between the largest that fits and the sweep's next.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from datetime import date
 from html import escape
@@ -49,11 +50,11 @@ def whatif_page(points: Sequence[Mapping[str, object]], axes: Sequence[str], *, 
         params = [model_entry(str(name)).params for name in values[model]]
     parts = _parts(axes)
     index = {axis: {value: n for n, value in enumerate(found)} for axis, found in values.items()}
-    reasons = list(dict.fromkeys(str(p.get("reason")) for p in points if p.get("fits") is None))
+    reasons = {text: n for n, text in enumerate(dict.fromkeys(_reason(p) for p in points if not p.get("fits")))}
     rows = {
         tuple(index[axis][_value(p, axis)] for axis in axes): [
             *(p.get(name) for name in _FIGURES),
-            reasons.index(str(p.get("reason"))) if p.get("fits") is None else None,
+            None if p.get("fits") else reasons[_reason(p)],
         ]
         for p in points
     }
@@ -64,8 +65,8 @@ def whatif_page(points: Sequence[Mapping[str, object]], axes: Sequence[str], *, 
             for axis in axes
         ],
         "model": model,
-        "figures": [*_FIGURES, "senseless"],
-        "reasons": reasons,
+        "figures": [*_FIGURES, "why"],
+        "reasons": [*reasons],
         "rows": [[*at, *figures] for at, figures in rows.items()],
         "prices": costs,
         "params": params,
@@ -85,6 +86,12 @@ def whatif_page(points: Sequence[Mapping[str, object]], axes: Sequence[str], *, 
 def distinct_points(points: Sequence[Mapping[str, object]], axes: Sequence[str]) -> list[Mapping[str, object]]:
     """Of several rows for the same point, the last."""
     return list({tuple(_value(point, axis) for axis in axes): point for point in points}.values())
+
+
+def _reason(point: Mapping[str, object]) -> str:
+    """Without the policy, and what needs the room."""
+    text = str(point.get("reason")).removeprefix(f"{point.get('policy')} does not fit: ")
+    return re.sub(r" \(.*\)(?= but )", "", text)
 
 
 def _parts(axes: Sequence[str]) -> list[str]:
