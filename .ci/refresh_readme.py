@@ -627,6 +627,25 @@ def layouts() -> str:
     return "\n".join(lines)
 
 
+def layouts_memory() -> str:
+    lines = ["| runs | of | rows | mean error | median | 90 % | bias |", "|---|---|---:|---:|---:|---:|---:|"]
+    for name, r in result("layouts_memory").items():
+        if isinstance(r, dict) and "p90_error" in r:
+            source, _, kind = name.partition(", ")
+            errors = " | ".join(f"{100 * r[f'{each}_error']:.1f} %" for each in ("mean", "median", "p90"))
+            lines.append(f"| {MEMORY_OF[source]} | {kind} | {r['rows']} | {errors} | {100 * r['bias']:+.1f} % |")
+    return "\n".join(lines)
+
+
+MEMORY_OF = {
+    "golden": "Megatron-LM's tests of GPTs, A100",
+    "Megatron-Bridge": "Megatron-Bridge, gpt-oss-120b on 64 GPUs",
+    "SimuMax": "SimuMax, Llama and DeepSeek-V3 cut to 8 B200s",
+    "tr11": "BigScience, as nvidia-smi shows it",
+    "torchtitan": "torchtitan in fp8, H100",
+}
+
+
 def stages() -> str:
     r = result("stages")
     accepted = sum(r["accepted"].values())
@@ -893,6 +912,7 @@ PHRASES: Mapping[str, Callable[[], str]] = {
     "qlora-taken": lambda: link("qlora"),
     "overlap-taken": lambda: link("overlap"),
     "layouts-taken": lambda: link("layouts"),
+    "layouts-memory-taken": lambda: link("layouts_memory"),
     "spreads-taken": lambda: link("spreads"),
     "mixed-stages-taken": lambda: link("mixed_stages"),
     "fit-taken": lambda: link("fit_efficiency"),
@@ -921,6 +941,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "gemm": gemm,
     "largest-gaps": largest_gaps,
     "layouts": layouts,
+    "layouts-memory": layouts_memory,
     "mixed-stages": mixed_stages,
     "spreads": spreads,
     "gemm-figures": gemm_figures,

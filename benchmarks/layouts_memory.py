@@ -1,6 +1,6 @@
 """Memory and seconds of frameworks' runs by tensor, context, expert and pipeline parallelism, predicted and published.
 
-Rows, each as the framework's own flags or file, which `--like` reads (frameworks/), so a replay takes the path of a user:
+Rows, each as the flags or the file of its framework, which `--like` reads (frameworks/), as a user would replay it:
 
 - megatron_golden.csv: the largest allocated bytes of the last rank, which has the last stage, in Megatron-LM's
   functional tests on 8 A100s. The vocabulary is GPT-2's, padded to 128 times tp, where the file names none.
@@ -232,7 +232,7 @@ def main() -> None:
         said = {"source": row.source, "name": row.name, "kind": row.kind, "published": row.value}
         rows.append({**said, "predicted": predicted})
         print(
-            f"{error:+8.1%} {predicted:.4g} {row.value:.4g} {row.source} {row.name} {time.process_time() - begin:.1f} s"
+            f"{apart:+8.1%} {predicted:.4g} {row.value:.4g} {row.source} {row.name} {time.process_time() - begin:.1f} s"
         )
     figures: dict[str, object] = {}
     for (source, kind), found in errors.items():
