@@ -203,6 +203,13 @@ def test_the_app_asks_this_machine_alone(browser: Browser, address: str) -> None
         page = browser.open(address)
         page.get_by_text("What binds").wait_for()
         page.locator(".js-plotly-plot").first.wait_for()
+        page.locator("[data-testid=stCode] .token").first.wait_for()
+        inks = page.evaluate(
+            "['stCaptionContainer', 'stCode'].map(name => document.querySelector(`[data-testid=${name}]`))"
+            ".flatMap(one => [one, ...one.querySelectorAll('p, .token')]).map(one => getComputedStyle(one))"
+            ".map(style => style.opacity + style.color)"
+        )
+        assert len(inks) > 3 and len({*inks}) == 1, "neither captions nor commands are paler than text"
     finally:
         browser.context.set_offline(True)
     assert {one.split("/")[2] for one in browser.asked if one.startswith("http")} == {address.split("/")[2]}

@@ -35,6 +35,7 @@ CLEAR = "rgba(0,0,0,0)"
 FIELDS = '[data-testid="stExpandSidebarButton"]'  # on a phone, what shows the fields
 STYLE = f"""<style>
 .block-container {{ padding-top: 3rem; }} h1 {{ padding-top: 0; }}
+[data-testid="stCaptionContainer"] {{ opacity: 1; }} [data-testid="stCode"] span {{ color: inherit !important; }}
 @media (max-width: 768px) {{
   {FIELDS} {{ width: auto; }} {FIELDS}::after {{ content: "change the question"; padding-left: 4px; }} }}
 </style>"""
