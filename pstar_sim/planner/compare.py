@@ -29,9 +29,9 @@ from pstar_sim.planner.memory_needs import with_room
 from pstar_sim.planner.nearest import Elsewhere, Remedy, as_flags, in_words, remedies
 from pstar_sim.planner.trust import Trust, trust, validation_digest
 from pstar_sim.planner.utilization import tflops_and_mfu
-from pstar_sim.policy.kit.sharing import plan_once, plans_shared
+from pstar_sim.policy.kit.sharing import plan_once, plans_shared, remember_s
 from pstar_sim.policy.kit.ties import AS_FAST, burden, least_of
-from pstar_sim.policy.registry import Policy, can_follow, find_policy, is_built_in, policy_name
+from pstar_sim.policy.registry import Policy, can, can_follow, find_policy, is_built_in, policy_name
 from pstar_sim.renderers import render_html
 from pstar_sim.sim.play import peaks_of_ranks, play
 from pstar_sim.units import format_s
@@ -295,7 +295,7 @@ def _compare(
     tell("lower bound", 0, len(asked))
     usual = certifier.usual()
     found = _Found()
-    for name, policy in asked:
+    for name, policy in sorted(asked, key=lambda one: can(one[1]).tries_others):  # last: others' seconds are known then
         tell(name, len(found.rows), len(asked))
         job = _Question(share=share, machine=machine, settings=settings, loading=loading, free=free)
         try:
@@ -305,7 +305,9 @@ def _compare(
         except DoesNotFit as short:
             found.failures[name] = (policy, short.with_traceback(None))  # its frames hold everything up to here
             found.rows.append(_unfit(name, usual))
-    rows, planned, failures = found.rows, found.planned, found.failures
+    order = {name: n for n, (name, _) in enumerate(asked)}
+    rows, failures = sorted(found.rows, key=lambda row: order[row.policy]), found.failures
+    planned = {row.policy: found.planned[row.policy] for row in rows if row.fits}
     changes: list[Remedy] = []
     others = _fitting(workload, settings, rows, planned)
     elsewhere = Elsewhere(workload, machine, loading)
@@ -337,7 +339,7 @@ def _compare(
         rows=tuple(rows),
         planned=planned,
         notes=(
-            *found.gains,
+            *(found.gains[name] for name in order if name in found.gains),
             *unmodelled_notes(workload, machine, timelines, short_of_gpu=short_of_gpu),
             *attention_notes(machine, workload.attention),
             *machine_notes(machine, [(p.plan, p.timeline) for p in planned.values()]),
@@ -356,7 +358,7 @@ class _Found:
     planned: dict[str, Planned] = field(default_factory=dict)
     failures: dict[str, tuple[Policy, DoesNotFit]] = field(default_factory=dict)
     free: dict[str, _Free | None] = field(default_factory=dict)
-    gains: list[str] = field(default_factory=list)
+    gains: dict[str, str] = field(default_factory=dict)
 
     def add(
         self,
@@ -386,7 +388,7 @@ class _Found:
         if own is not None:
             gain = _gain(policy, own, settings, timeline.iteration_s, planned_again=own.least_s == 0)
             plan = replace(plan, choices={**plan.choices, "balance": gain})
-            self.gains.append(f"{name}: {gain}")
+            self.gains[name] = f"{name}: {gain}"
             certifier = Certifier(job.share.workload, job.machine, settings, lp=certify, ranked=job.share.ranked)
         belief = trust(plan.machine, plan.policy, job.share.workload)
         row = _figures(plan, name, belief, timeline, tokens, _certificate(certifier, plan, asked), barrier_cost_s)
@@ -528,7 +530,10 @@ def plan_and_play(
         plan = plan_on(machine)
     else:
         plan = with_room(plan_on, policy, workload, machine, settings, loading=loading)
-    return _played(plan, label, workloads)
+    played, timeline = _played(plan, label, workloads)
+    if workloads is None and not machine.mixed:
+        remember_s(plan, timeline.iteration_s)
+    return played, timeline
 
 
 def _users_plan(policy: Policy, workload: Workload, machine: Machine, settings: Settings, label: str) -> Plan:

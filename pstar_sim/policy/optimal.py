@@ -36,7 +36,7 @@ from pstar_sim.policy.kit.capabilities import Capabilities, capabilities_of
 from pstar_sim.policy.kit.iteration_order import ORDERS, in_order, order_of
 from pstar_sim.policy.kit.options import Option, one_of, specified
 from pstar_sim.policy.kit.points import Coordinates, Point, point_options
-from pstar_sim.policy.kit.sharing import plan_once
+from pstar_sim.policy.kit.sharing import known_s, plan_once
 from pstar_sim.policy.kit.ties import burden, least_of
 from pstar_sim.policy.shipped import AFTER_OPTIMAL, BEFORE_OPTIMAL, Policy
 from pstar_sim.units import format_s
@@ -169,7 +169,8 @@ def _others(
             plan = plan_once(policy, workload, machine, settings)
         except PstarError:  # the policy does not fit, or does not apply to this machine
             continue
-        yield SearchResult(period_s(plan), name, plan)
+        seconds = known_s(plan)
+        yield SearchResult(period_s(plan) if seconds is None else seconds, name, plan)
 
 
 def _from_disks(workload: Workload, machine: Machine, settings: Settings) -> Iterator[SearchResult]:

@@ -9,6 +9,7 @@ import pytest
 import pstar_sim as ps
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import DoesNotFit
+from pstar_sim.policy.family.pace import period_s
 from pstar_sim.policy.kit.sharing import plan_once, plans_shared
 from pstar_sim.policy.registry import find_policy
 
@@ -57,6 +58,25 @@ def test_what_does_not_fit_is_refused_each_time_and_planned_once() -> None:
         with pytest.raises(DoesNotFit):
             plan_once(all_on_gpu, workload, replace(machine), EAGER)
     assert calls == [machine] * 2
+
+
+def test_a_comparison_times_each_plan_once_and_shows_the_policies_in_the_order_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workload, machine = ps.preset("1B", batch=2, seq=256), ps.machine("rtx4090", gpu_memory="6GB")
+    timed: dict[str, float] = {}
+
+    def timing(plan: Plan) -> float:
+        timed[plan.policy] = period_s(plan)
+        return timed[plan.policy]
+
+    monkeypatch.setattr("pstar_sim.policy.optimal.period_s", timing)
+    names = ["optimal", "zero3_offload", "patrickstar"]
+    shared = ps.compare(workload, machine, policies=names, settings=EAGER)
+    assert [row.policy for row in shared.rows] == list(shared.planned) == names
+    assert timed and not {*names} & {*timed}
+    for name in names:
+        assert shared[name].row.iteration_s == period_s(shared[name].plan)
 
 
 def test_a_comparison_finds_what_each_policy_finds_alone_and_keeps_no_plans() -> None:

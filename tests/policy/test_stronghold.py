@@ -121,6 +121,18 @@ def test_the_window_chosen_is_as_fast_as_any_and_no_smaller_one_is(forward_s: fl
     assert all(seconds > min(each) * 1.002 for seconds in each[: chosen - 1])
 
 
+def test_a_window_that_was_given_up_is_slower_than_the_one_chosen_and_than_was_said() -> None:
+    auto = planned("auto")
+    tried = auto.choices["windows_tried"]
+    assert isinstance(tried, dict)
+    given_up = {w: float(words.split()[2]) for w, words in tried.items() if words.startswith("at least ")}
+    assert given_up and len(given_up) < len(tried)
+    for w, least_s in given_up.items():
+        seconds = planned(str(w)).predictions["policy_iteration_s"]
+        assert seconds >= least_s - 5e-4  # shown to a millisecond
+        assert seconds > auto.predictions["policy_iteration_s"]
+
+
 def test_a_layer_is_a_numbered_module_and_what_is_outside_stays() -> None:
     w = ps.preset("1B", batch=1, seq=256)
     plan = find_policy("stronghold:window=2")(w, ps.machine("v100-32"), EAGER)

@@ -4,14 +4,14 @@ micro-batches, ranks, stashes and updates.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-from pstar_sim.core.choose import choose
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
 from pstar_sim.errors import CannotPlan, DoesNotFit
-from pstar_sim.policy.family.attempt import Attempt
+from pstar_sim.policy.family.attempt import Attempt, window_within
 from pstar_sim.policy.family.course import Course, Knobs
 from pstar_sim.policy.family.disks import with_disks
 from pstar_sim.policy.kit.job import Job
@@ -72,10 +72,12 @@ def schedule_visits(
     adam: str | None = None,
     lists_at_once: int | None = None,
     gpu_bytes: int | None = None,
+    limit_s: float = math.inf,
 ) -> Attempt:
     """`plan_visits` without steps. Raises its errors.
 
     gpu_bytes: model data and tide, by default the GPU's budget.
+    limit_s: of an iteration; a longer one is given up (`window_within`).
     """
     prefetch = job.point.prefetch if prefetch is None else prefetch
     adam = job.point.adam if adam is None else adam
@@ -98,7 +100,7 @@ def schedule_visits(
     schedule = replace(course.schedule(), prefetch=prefetch, adam=adam, room=room, lists_at_once=lists_at_once)
     draft = draft_of(schedule)
     draft.gpu_free_bytes -= spare
-    window = choose(draft)
+    window = window_within(limit_s, draft)
     if window.stuck is not None:
         _, place, wanted, free = window.stuck
         raise _short(job, Place(place), max(1, wanted - free), "the visits, in the order that was chosen")

@@ -12,7 +12,8 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.workload.workload import Workload
 
-_PLANS = ("plans",)  # key of `Workload.derived`, for (policy, settings) -> (machine, plan or refusal)
+# Key of `Workload.derived`, for (policy, settings) -> (machine, plan or refusal), and plan -> seconds per iteration.
+_PLANS = ("plans",)
 
 
 @contextlib.contextmanager
@@ -47,3 +48,16 @@ def plan_once(
     if isinstance(outcome, Plan):
         return outcome
     raise outcome.with_traceback(None)  # its frames hold everything up to here
+
+
+def remember_s(plan: Plan, seconds: float) -> None:
+    """Inside `plans_shared`, for `known_s`."""
+    known = plan.workload.derived.get(_PLANS)
+    if isinstance(known, dict):
+        known[plan] = seconds
+
+
+def known_s(plan: Plan) -> float | None:
+    """Seconds per iteration, if remembered."""
+    known = plan.workload.derived.get(_PLANS)
+    return known.get(plan) if isinstance(known, dict) else None

@@ -15,6 +15,7 @@ only if the workload says so (`offload`).
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
@@ -174,6 +175,7 @@ class _Solver:
             prefetch=w * layers.chunks_of_one,
             adam="fifo",
             gpu_bytes=needed,
+            limit_s=self._limit_s(),
         )
 
     def _visits(self, w: int, stay: frozenset[int]) -> Iterator[Visit]:
@@ -209,13 +211,13 @@ class _Solver:
         return max((w for w in range(1, self.layers.count + 1) if self.needed_bytes(w) <= budget), default=1)
 
     def best(self) -> int:
-        """The smallest window as fast as the fastest: powers of two and the largest, then halfway between the best and
-        its neighbours. Where any plan will do, the largest of the first that fits leaves least on the host. Raises
-        DoesNotFit if none fits."""
-        most, any_will_do = self.most(), self.layers.job.settings.any_will_do
-        for w in sorted({most, *(1 << n for n in range(most.bit_length()))}, reverse=any_will_do):
+        """The smallest window as fast as the fastest: the largest and powers of two, then halfway between the best and
+        its neighbours. Smaller windows are mostly slower, so most of these are given up early. Where any plan will do,
+        the largest that fits leaves least on the host. Raises DoesNotFit if none fits."""
+        most = self.most()
+        for w in sorted({most, *(1 << n for n in range(most.bit_length()))}, reverse=True):
             self._try(w)
-            if any_will_do and self.tried:
+            if self.tried and self.layers.job.settings.any_will_do:
                 return w
         if not self.tried:
             raise self.refused[most]
@@ -229,8 +231,11 @@ class _Solver:
         except DoesNotFit as reason:  # a small window may leave too much on the host
             self.refused[w] = reason
 
+    def _limit_s(self) -> float:
+        return min((a.iteration_s for a in self.tried.values()), default=math.inf) * (1 + AS_FAST)
+
     def _smallest_of_fastest(self) -> int:
-        limit_s = min(a.iteration_s for a in self.tried.values()) * (1 + AS_FAST)
+        limit_s = self._limit_s()
         return min(w for w, a in self.tried.items() if a.iteration_s <= limit_s)
 
     def _halfway(self) -> int | None:
@@ -262,5 +267,7 @@ def _choices(solver: _Solver, w: int, *, auto: bool) -> dict[str, object]:
             f"{100 * (1 - free_s / chosen.iteration_s):.0f} % less"
         )
     if auto:
-        choices["windows_tried"] = {n: format_s(a.iteration_s) for n, a in sorted(solver.tried.items())}
+        choices["windows_tried"] = {
+            n: ("" if a.fits else "at least ") + format_s(a.iteration_s) for n, a in sorted(solver.tried.items())
+        }
     return choices
