@@ -39,7 +39,7 @@ from pstar_sim.planner.stages import PlannedStages, plan_stages
 from pstar_sim.policy.registry import can
 from pstar_sim.sim.play import play_stages
 from pstar_sim.workload.parallelism import Parallelism
-from pstar_sim.workload.pipeline import SCHEDULES
+from pstar_sim.workload.pipeline import INTERLEAVED, SCHEDULES
 
 AGREE = 1e-9
 ITERATIONS = 8
@@ -55,7 +55,11 @@ def drawn(rng: random.Random) -> tuple[Job, Machine, Parallelism, str, Settings]
     sequence = tensor > 1 and rng.random() < 0.5
     policy = rng.choice(POLICIES)
     shard = rng.choice((None, *can(policy).shards))
-    spread = Parallelism(tensor=tensor, sequence=sequence, pipeline=stages, schedule=rng.choice(SCHEDULES), shard=shard)
+    schedule = rng.choice(SCHEDULES if stages > 1 else SCHEDULES[:2])
+    virtual = rng.choice((2, 3)) if schedule == INTERLEAVED else 1
+    spread = Parallelism(
+        tensor=tensor, sequence=sequence, pipeline=stages, schedule=schedule, virtual=virtual, shard=shard
+    )
     machine = load_machine(
         rng.choice(("a100-40x8", "v100-32x8", "rtx4090x8")), gpus=gpus, gpu_memory=rng.choice(MEMORY)
     )
@@ -65,7 +69,7 @@ def drawn(rng: random.Random) -> tuple[Job, Machine, Parallelism, str, Settings]
         model=rng.choice(("gpt2", "gpt2-medium")),
         batch=gpus // tensor // stages * rng.choice((1, 2)),
         seq=rng.choice((32, 128)),
-        micro_batches=rng.randint(1, 5),
+        micro_batches=stages * rng.randint(1, 2) if virtual > 1 else rng.randint(1, 5),
         checkpointing=rng.random() < 0.6,
         kernels=rng.choice(("eager", "fused", "megatron")),
         lora=rng.choice((None, None, None, 4)),
@@ -279,7 +283,7 @@ def main() -> None:
             print(f"apart by {apart:.2e}: {policy} {spread} {job} {machine.gpu.memory_bytes} {settings}")
         below += found.lower_bound_s > found.iteration_s * (1 + AGREE)
         planned.append(found)
-        kinds[f"{policy}, {spread.pipeline} stages"] += 1
+        kinds[f"{policy}, {spread.pipeline} stages{f' of {spread.virtual} parts' if spread.virtual > 1 else ''}"] += 1
     print(f"{len(planned)} sets proved; refused {dict(refused)}; {dict(kinds)}")
     print(
         f"replay and simulation apart by at most {worst:.2e}; {disagree} by more than {AGREE}; {below} below the bound"

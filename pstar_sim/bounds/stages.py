@@ -11,10 +11,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from pstar_sim.core.plan_set import PlanSet, border_key, has_barrier
+from pstar_sim.core.plan_set import BorderKey, PlanSet, border_key, has_barrier
 from pstar_sim.cost import CostModel, cost_of
-
-_Key = tuple[int, int, str, int]
 
 
 def stages_bound_s(plans: PlanSet) -> float:
@@ -26,15 +24,15 @@ def stages_bound_s(plans: PlanSet) -> float:
 
 def _path_s(plans: PlanSet, costs: list[CostModel]) -> float:
     """The end of the last moment of any stage, if all begin at 0."""
-    needs: list[defaultdict[int, list[_Key]]] = [defaultdict(list) for _ in costs]
-    makes: list[defaultdict[int, list[tuple[_Key, float]]]] = [defaultdict(list) for _ in costs]
+    needs: list[defaultdict[int, list[BorderKey]]] = [defaultdict(list) for _ in costs]
+    makes: list[defaultdict[int, list[tuple[BorderKey, float]]]] = [defaultdict(list) for _ in costs]
     for stage, (plan, cost) in enumerate(zip(plans.plans, costs)):
         for border in plan.workload.borders:
             key = border_key(stage, border)
             needs[stage][border.until].append(key)
             makes[stage][border.behind].append((key, cost.border_s(border)))
-    posted: dict[_Key, float] = {}  # transfer -> when the first of its two stages came to it
-    over_s: dict[_Key, float] = {}
+    posted: dict[BorderKey, float] = {}  # transfer -> when the first of its two stages came to it
+    over_s: dict[BorderKey, float] = {}
     clock, at = [0.0] * len(costs), [0] * len(costs)
     moved = True
     while moved:

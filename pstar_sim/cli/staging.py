@@ -29,7 +29,7 @@ Parallel = Annotated[
         "--parallel",
         metavar="TEXT",
         help="spread a preset over tensor ranks, parts of sequences and stages, such as tp=2,sp,pp=4, cp=2 or "
-        "pp=2,schedule=gpipe; auto: the ways that can be the fastest, all: every one",
+        "pp=2,schedule=interleaved,v=2; auto: the ways that can be the fastest, all: every one",
     ),
 ]
 

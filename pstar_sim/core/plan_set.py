@@ -40,19 +40,19 @@ class PlanSet:
             raise PlanError(f"{len(self.plans)} plans for {self.parallelism.pipeline} stages; each stage has one")
 
 
-_Key = tuple[int, int, str, int]
+BorderKey = tuple[int, int, str, int, int]
 
 
-def border_key(stage: int, border: Border) -> _Key:
-    """(sender, receiver, what, micro-batch), the same at both ends."""
+def border_key(stage: int, border: Border) -> BorderKey:
+    """(sender, receiver, what, micro-batch, part), the same at both ends."""
     ends = (border.peer, stage) if border.receives else (stage, border.peer)
-    return (*ends, border.what, border.micro_batch)
+    return (*ends, border.what, border.micro_batch, border.part)
 
 
 def meetings_of(plans: Sequence[Plan]) -> tuple[Meeting, ...]:
     """Transfers first. Raises PlanError for a border without its other end."""
-    ends: dict[_Key, dict[int, int]] = {}
-    sizes: dict[_Key, int] = {}
+    ends: dict[BorderKey, dict[int, int]] = {}
+    sizes: dict[BorderKey, int] = {}
     for stage, plan in enumerate(plans):
         for step in plan.steps:
             if step.kind in (Kind.SEND, Kind.RECEIVE) and step.stash is not None:
@@ -68,7 +68,7 @@ def meetings_of(plans: Sequence[Plan]) -> tuple[Meeting, ...]:
                     )
     alone = next((key for key, steps in ends.items() if set(steps) != set(key[:2])), None)
     if alone is not None:
-        sender, receiver, what, micro_batch = alone
+        sender, receiver, what, micro_batch, _ = alone
         raise PlanError(
             f"the {what} of micro-batch {micro_batch} that stage {sender} sends to stage {receiver} have one end only"
         )

@@ -23,14 +23,16 @@ from pstar_sim.frameworks.host_memory import (
     tensor_allocations,
     trained,
 )
-from pstar_sim.frameworks.keys import Count, read_keys, unmodelled, used
+from pstar_sim.frameworks.keys import Count, KeyReading, read_keys, unmodelled, used
 from pstar_sim.schema.fields import between, least
 from pstar_sim.workload.parallelism import Parallelism
-from pstar_sim.workload.pipeline import SCHEDULES
+from pstar_sim.workload.pipeline import INTERLEAVED, SCHEDULES
 from pstar_sim.workload.workload import ATTENTION_ALONE, Workload
 
 MEGATRON = "Megatron-LM"
 _SHARE = "share"
+
+_EACH = "--num-layers-per-virtual-pipeline-stage"
 
 KEYS = (
     used("--micro-batch-size", "batch_per_gpu", Count),
@@ -50,10 +52,11 @@ KEYS = (
     used("--optimizer-offload-fraction", "fraction", Annotated[float, between(0, 1)], 1.0),
     used("--recompute-granularity", "recompute", Literal["full", "selective"]),
     used("--recompute-activations", "selective", bool, False),
-    unmodelled("--num-virtual-stages-per-pipeline-rank", "interleaved schedules are not modelled", off=None),
+    used("--num-virtual-stages-per-pipeline-rank", "virtual", Count),
+    used(_EACH, "each_layers", Count),
+    used("--num-layers", "layers", Count),
     unmodelled("--recompute-method", "every block is taken to be recomputed", off="uniform"),
     unmodelled("--recompute-num-layers", "every block is taken to be recomputed", off=1),
-    unmodelled("--num-layers-per-virtual-pipeline-stage", "interleaved schedules are not modelled", off=None),
     unmodelled("--expert-tensor-parallel-size", "experts are taken to be split as the layers are", off=None),
     unmodelled("--use-torch-fsdp2", "give accelerate's YAML or torchtitan's TOML for FSDP 2"),
     unmodelled("--fp8-format", "8-bit training is not modelled", off=None),
@@ -76,6 +79,7 @@ def read(content: object, file: str) -> Configuration:
         notes.append(f"not read: {', '.join(others)}")
     if found["bf16"] and found["fp16"]:
         raise PstarError(f"{file}: --bf16 and --fp16 are both given; Megatron-LM takes one of them")
+    virtual = _virtual(found, file)
     spread = degrees(
         Parallelism(
             tensor=found["tensor"],
@@ -83,6 +87,8 @@ def read(content: object, file: str) -> Configuration:
             context=found["context"],
             experts=found["experts"],
             pipeline=found["pipeline"],
+            schedule=INTERLEAVED if virtual > 1 else SCHEDULES[0],
+            virtual=virtual,
         )
     )
     share = found["fraction"] if found["offload"] else 0.0
@@ -113,9 +119,30 @@ _ALL = 20 << 40
 """Parameters of any model, in one sub-group."""
 
 
+def _virtual(found: KeyReading, file: str) -> int:
+    """Parts of the model that a stage has."""
+    stages, layers, each = found["pipeline"], found["layers"], found["each_layers"]
+    if stages == 1 or (found["virtual"] is None and each is None):
+        return 1
+    if found["virtual"] is not None:
+        return int(found["virtual"])
+    if layers is None:
+        raise PstarError(
+            f"{file}: {_EACH} {each} needs --num-layers beside it; or give the parts of a stage instead, "
+            "--num-virtual-stages-per-pipeline-rank"
+        )
+    if layers % (stages * each):
+        raise PstarError(f"{file}: {_EACH} {each}: {stages} stages of such parts do not divide --num-layers {layers}")
+    return int(layers // (stages * each))
+
+
 def degrees(spread: Parallelism) -> Parallelism:
-    """Pipelines run 1F1B; ranks that split layers split a sequence."""
-    return replace(spread, schedule=SCHEDULES[0], sequence=spread.sequence and spread.tensor > 1)
+    """Pipelines run 1F1B, interleaved or not; ranks that split layers split a sequence."""
+    return replace(
+        spread,
+        schedule=spread.schedule if spread.virtual > 1 else SCHEDULES[0],
+        sequence=spread.sequence and spread.tensor > 1,
+    )
 
 
 def _flags_in(text: str, file: str) -> tuple[dict[str, object], list[str]]:
@@ -127,9 +154,10 @@ def _flags_in(text: str, file: str) -> tuple[dict[str, object], list[str]]:
     words = [word for part in words for word in _ARRAY.sub("", part).rstrip(")").split()]
     flags: dict[str, object] = {}
     others: list[str] = []
+    known = _FLAGS if any(word.startswith(_EACH) for word in words) else _FLAGS.keys() - {"--num-layers"}
     for n, word in enumerate(words):
         name, equals, value = word.partition("=")
-        if name not in _FLAGS:
+        if name not in known:
             others += [name] if name.startswith("--") and name not in others else []
             continue
         if _FLAGS[name].kind is bool or _FLAGS[name].default is False:
@@ -223,6 +251,8 @@ def write(configuration: Configuration) -> str:
         flags.append(f"--expert-model-parallel-size {spread.experts}")
     if spread.pipeline > 1:
         flags.append(f"--pipeline-model-parallel-size {spread.pipeline}")
+    if spread.virtual > 1:
+        flags.append(f"--num-virtual-stages-per-pipeline-rank {spread.virtual}")
     if c.recompute == ATTENTION_ALONE:
         flags += ["--recompute-granularity selective"]
     elif c.checkpointing:

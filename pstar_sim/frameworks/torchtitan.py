@@ -17,6 +17,7 @@ from pstar_sim.frameworks.fsdp import express_as, fsdp_policy, offloads, reshard
 from pstar_sim.frameworks.keys import Count, ignored, nested, read_keys, unmodelled, used
 from pstar_sim.schema.fields import least
 from pstar_sim.workload.parallelism import Parallelism
+from pstar_sim.workload.pipeline import INTERLEAVED, SCHEDULES
 
 TORCHTITAN = "torchtitan"
 _Dtype = Literal["bfloat16", "float32"]
@@ -45,6 +46,7 @@ KEYS = (
     unmodelled(
         "parallelism.expert_tensor_parallel_degree", "experts are taken to be split as the layers are", off=None
     ),
+    unmodelled("parallelism.pipeline_parallel_layers_per_stage", "stages have equal numbers of layers", off=None),
     unmodelled("compile.enable", "compiled kernels are a choice of the model's preset (--kernels compiled)"),
     unmodelled("quantize.*", "8-bit training is not modelled", off=None),
     unmodelled("activation_checkpoint.memory_budget", "which activations a budget keeps is not known", off=0.5),
@@ -71,7 +73,9 @@ KEYS = (
 
 _OPTIMIZERS = {"AdamW": "adamw", "Adam": "adam", "Muon": "muon"}
 """optimizer.name -> pstar_sim's name. Muon comes with branches of torchtitan; releases make the other two."""
-_SCHEDULES = {"1F1B": "1f1b", "GPipe": "gpipe"}
+_SCHEDULES = {"1F1B": "1f1b", "GPipe": "gpipe", "Interleaved1F1B": INTERLEAVED}
+_PARTS = 2
+"""Of an interleaved stage, unless the file gives its layers."""
 _DTYPES = {DTYPES[dtype].torch_name: dtype for dtype in (WORKING, MASTER)}
 
 
@@ -101,6 +105,7 @@ def read(content: object, file: str) -> Configuration:
             f"{file}: training.local_batch_size = {whole} is no multiple of "
             f"parallelism.pipeline_parallel_microbatch_size = {batch}; torchtitan refuses it"
         )
+    schedule = _SCHEDULES.get(found["schedule"], SCHEDULES[0]) if found["pipeline"] > 1 else SCHEDULES[0]
     train_batch = found["train_batch"] if found["train_batch"] > 0 else None
     keeps = found["reshard"] == "never" or (found["reshard"] == "default" and found["pipeline"] > 1)
     gathered_once = keeps and found["pipeline"] > 1 and not found["offload"] and found["replicas"] == 1
@@ -118,7 +123,8 @@ def read(content: object, file: str) -> Configuration:
             context=found["context"],
             experts=found["experts"],
             pipeline=found["pipeline"],
-            schedule=_SCHEDULES.get(found["schedule"], "1f1b"),
+            schedule=schedule,
+            virtual=_PARTS if schedule == INTERLEAVED else 1,
         )
         if spread
         else None,
@@ -158,8 +164,9 @@ def write(configuration: Configuration) -> str:
 
 
 def degrees(spread: Parallelism) -> Parallelism:
-    """Ranks that split layers split the sequence too."""
-    return replace(spread, sequence=spread.tensor > 1)
+    """Ranks that split layers split the sequence too; interleaved stages have two parts."""
+    virtual = min(spread.virtual, _PARTS)
+    return replace(spread, virtual=virtual, sequence=spread.tensor > 1)
 
 
 def _degrees(c: Configuration) -> dict[str, object]:

@@ -7,18 +7,18 @@ Without a pipeline a quarter as many are tried too: parameters move less often. 
 wherever tensor ranks can split the sequence: the same bytes cross the links, and ranks keep less. Ranks that share the
 sequences hold as much of the model as ranks that split each (cp), and gather no keys, so it takes cp only where the
 sequences are too few for all to share, or where one takes LONG of the GPU. Experts it leaves whole on each rank, or has
-as many ranks share them as a node or all have. It leaves out pipelines whose bubble,
-(p-1)/(m+p-1) of the iteration, costs more than half of it, and plans the others in the order of their bounds: a bound
-above the fastest plan so far ends it. A way's bound: for any stage the first micro-batch has to
-come through the stages before it, the stage computes all micro-batches, and the last has to go back; where optimizer
-steps do not meet, iterations overlap and the stage alone counts. "all" plans every way, schedule, and sequence
-parallelism or not. What is left out is said.
+as many ranks share them as a node or all have. Stages have one part, or two (interleaved) with the micro-batches asked
+for. It leaves out pipelines whose bubble, (p-1)/(v m+p-1) of the iteration for v parts, costs more than half of it, and
+plans the others in the order of their bounds: a bound above the fastest plan so far ends it. A way's bound: for any
+stage the first micro-batch has to come through the first parts of the stages before it, the stage computes all
+micro-batches, and the last has to go back; where optimizer steps do not meet, iterations overlap and the stage alone
+counts. "all" plans every way, schedule, two and four parts, and sequence parallelism or not. What is left out is said.
 
 [Note: few micro-batches] A full pipeline adds the same seconds for every micro-batch. So among several ways, one with
-many micro-batches is planned with one more than it has stages and with two per stage, and its seconds follow the line
-through both, never below its bound. The fastest row is then planned whole, until it is one that is: where overlap ends
-or modes change, the line is too low, and the next row, or a way left out, gets its turn. A policy that searches finds
-other plans for more micro-batches and is planned whole.
+many micro-batches is planned with one more than it has stages and with two per stage (interleaved: two and three), and
+its seconds follow the line through both, never below its bound. The fastest row is then planned whole, until it is one
+that is: where overlap ends or modes change, the line is too low, and the next row, or a way left out, gets its turn. A
+policy that searches finds other plans for more micro-batches and is planned whole.
 
 [Note: cut by speed] Whale's rule for stages: each layer goes to the stage that then ends first, by the seconds of the
 cost model for its GPUs, with embedding and head where they are. A stage without room gives one away, until all have
@@ -63,10 +63,10 @@ from pstar_sim.sim.play import play_stages
 from pstar_sim.units import format_count, format_s
 from pstar_sim.workload.loading import WHOLE, Loading
 from pstar_sim.workload.parallelism import CUTS, Parallelism
-from pstar_sim.workload.pipeline import SCHEDULES, cells_of, in_schedule
+from pstar_sim.workload.pipeline import INTERLEAVED, SCHEDULES, Part, cells_of, in_schedule
 from pstar_sim.workload.presets import check_blocks, split_widths, stage_of
 from pstar_sim.workload.presets.shared import Stage
-from pstar_sim.workload.tape import CONTEXT, EXPERTS, TENSOR, Crossing
+from pstar_sim.workload.tape import CONTEXT, EXPERTS, TENSOR
 from pstar_sim.workload.workload import Workload
 
 ASKED = ("auto", "all")
@@ -277,19 +277,22 @@ def ways_to_spread(
         usual = min(_divisors(each), key=lambda count: (abs(count - asked), count))
         fewer = min(_divisors(each), key=lambda count: (abs(count - usual // _FEWER), count))
         for micro_batches in dict.fromkeys((usual, each, *((fewer,) if stages == 1 else ()))):
-            bubble = (stages - 1) / (micro_batches + stages - 1)
-            if bubble > MOST_BUBBLE and not every:
-                why = f"a bubble of more than {MOST_BUBBLE:.0%}"
-                of_way = f"{one} with {format_count(micro_batches, 'micro-batch')} ({bubble:.0%})"
-                missing.setdefault(why, []).append(of_way)
-                continue
             batch = sequences // micro_batches
-            schedules = SCHEDULES if every and stages > 1 else SCHEDULES[:1]
             cuts = CUTS if machine.mixed and stages > 1 else CUTS[:1]
             splitting = (True, False) if splits and every else (splits,)
             experts = _degrees_of_experts(entry, data * context, local // tensor, every=every)
-            for schedule, split, cut, share in product(schedules, splitting, cuts, experts):
-                spread = replace(one, schedule=schedule, sequence=split, cut=cut, experts=share)
+            for (schedule, virtual), split, cut, share in product(
+                _orders(entry.layers, stages, micro_batches, usual, every=every), splitting, cuts, experts
+            ):
+                if virtual > 1 and cut != CUTS[0]:
+                    continue
+                spread = replace(one, schedule=schedule, virtual=virtual, sequence=split, cut=cut, experts=share)
+                bubble = closed_bubble(spread, micro_batches)
+                if bubble > MOST_BUBBLE and not every:
+                    why = f"a bubble of more than {MOST_BUBBLE:.0%}"
+                    of_way = f"{spread} with {format_count(micro_batches, 'micro-batch')} ({bubble:.0%})"
+                    missing.setdefault(why, []).append(of_way)
+                    continue
                 ways.append(Way(parallelism=spread, batch=batch, micro_batches=micro_batches))
     left_out = [f"{'; '.join(of)}: {why}" for why, of in missing.items()]
     if enough:
@@ -322,6 +325,21 @@ def _unlike(machine: Machine, parallelism: Parallelism) -> str:
     except PstarError as error:
         return str(error)
     return ""
+
+
+def _orders(layers: int, stages: int, micro_batches: int, usual: int, *, every: bool) -> list[tuple[str, int]]:
+    """Schedules, each with the parts of a stage; parts make bubbles smaller, which most micro-batches make too."""
+    if stages == 1:
+        return [(SCHEDULES[0], 1)]
+    plain = [(schedule, 1) for schedule in SCHEDULES if schedule != INTERLEAVED]
+    parts = (2, 4) if every else (2,) if micro_batches == usual else ()
+    able = [v for v in parts if stages * v <= layers and micro_batches % stages == 0]
+    return plain[: None if every else 1] + [(INTERLEAVED, v) for v in able]
+
+
+def closed_bubble(spread: Parallelism, micro_batches: int) -> float:
+    """Of equal stages whose links take no time."""
+    return (spread.pipeline - 1) / (spread.virtual * micro_batches + spread.pipeline - 1)
 
 
 def _divisors(number: int) -> list[int]:
@@ -433,13 +451,13 @@ class _Asked:
             micro_batches=way.micro_batches,
             fits=False,
         )
-        stages = way.parallelism.pipeline
-        counts = (stages + 1, max(2 * stages, 3))
+        stages, schedule = way.parallelism.pipeline, way.parallelism.schedule
+        counts = (2 * stages, 3 * stages) if schedule == INTERLEAVED else (stages + 1, max(2 * stages, 3))
         try:
             if (
                 whole
                 or self._searches(policy)
-                or way.parallelism.schedule != SCHEDULES[0]
+                or schedule not in (SCHEDULES[0], INTERLEAVED)
                 or way.micro_batches <= 2 * counts[-1]
             ):
                 planned = self._plan(way, policy)
@@ -485,13 +503,15 @@ def _on_line(few: StagesRow, more: StagesRow, counts: Sequence[int], micro_batch
 def _bound_s(job: Job, machine: Machine, way: Way, settings: Settings) -> float:
     own = replace(job, batch=way.batch, micro_batches=way.micro_batches)
     before_s = longest_s = 0.0
-    for number, (one, _) in enumerate(_micro_batch_of_stages(own, machine, way.parallelism)):
-        cost = CostModel(one, machine_of_stage(machine, way.parallelism, number), build_layout(one))
-        *moments_s, step_s = cost.moments_s
-        seconds = sum(moments_s)
-        meet = settings.barrier(one.compute_dtype) is not None
-        longest_s = max(longest_s, before_s * meet + way.micro_batches * seconds + step_s)
-        before_s += seconds
+    stages, parts = way.parallelism.pipeline, list(_micro_batch_of_parts(own, machine, way.parallelism))
+    for number in range(stages):
+        on, seconds = machine_of_stage(machine, way.parallelism, number), []
+        for one, _ in parts[number::stages]:
+            *moments_s, step_s = CostModel(one, on, build_layout(one)).moments_s
+            seconds.append(sum(moments_s))
+        meet = settings.barrier(parts[0][0].compute_dtype) is not None
+        longest_s = max(longest_s, before_s * meet + way.micro_batches * sum(seconds) + step_s)
+        before_s += seconds[0]  # of the stage's first part: it begins, and ends, an iteration
     return longest_s
 
 
@@ -626,21 +646,19 @@ def stages_of(
     shape: the model's, if it is not in the catalog.
     most: layers of each stage that is cut by speed, if limited.
     """
-    p, micro_batches = parallelism, job.micro_batches or 1
-    return [
-        in_schedule(one, crossings, cells_of(p.schedule, number, p.pipeline, micro_batches), number, p.pipeline)
-        for number, (one, crossings) in enumerate(_micro_batch_of_stages(job, machine, p, shape=shape, most=most))
-    ]
+    cells = cells_of(parallelism.schedule, parallelism.pipeline, job.micro_batches or 1, parallelism.virtual)
+    parts = list(_micro_batch_of_parts(job, machine, parallelism, shape=shape, most=most))
+    return [in_schedule(parts[number :: len(cells)], cells, number) for number in range(len(cells))]
 
 
-def _micro_batch_of_stages(
+def _micro_batch_of_parts(
     job: Job,
     machine: Machine,
     parallelism: Parallelism,
     *,
     shape: ModelEntry | None = None,
     most: Sequence[int] = (),
-) -> Iterator[tuple[Workload, Sequence[Crossing]]]:
+) -> Iterator[Part]:
     data = parallelism.data_on(machine.world_size)
     if job.model is None or job.batch is None or job.seq is None:
         raise PstarError("a trace is of a whole model; give --model, whose preset is cut into stages")
@@ -658,7 +676,7 @@ def _part(parallelism: Parallelism, number: int, layers: range) -> Stage:
     return Stage(
         layers=layers,
         first=number == 0,
-        last=number == parallelism.pipeline - 1,
+        last=number == parallelism.pipeline * parallelism.virtual - 1,
         tensor=parallelism.tensor,
         sequence=parallelism.sequence,
         context=parallelism.context,
@@ -671,7 +689,7 @@ def _layers_of(
 ) -> list[range]:
     assert job.model is not None and job.batch is not None and job.seq is not None
     entry, stages = shape or model_entry(job.model), parallelism.pipeline
-    even = _even(entry.layers, stages, job.model)
+    even = _even(entry.layers, parallelism, job.model)
     if parallelism.cut == CUTS[0] or stages == 1:
         return even
     axes = job.but(dtype=job.dtype_on(machine)).given
@@ -692,11 +710,15 @@ def _layers_of(
     return [range(begin, end) for begin, end in pairwise(accumulate(counts, initial=0))]
 
 
-def _even(layers: int, stages: int, model: str) -> list[range]:
-    if stages > layers:
-        raise ModelError(f"model {model}: pp is {stages}; the model has {layers} blocks, so at most {layers} stages")
-    each, more = divmod(layers, stages)
-    ends = [each * (n + 1) + min(more, n + 1) for n in range(stages)]
+def _even(layers: int, spread: Parallelism, model: str) -> list[range]:
+    """Of each part of each stage."""
+    parts = spread.pipeline * spread.virtual
+    if parts > layers:
+        said = f"pp is {spread.pipeline}" + (f" and v is {spread.virtual}" if spread.virtual > 1 else "")
+        what = "stages" if spread.virtual == 1 else "parts of stages"
+        raise ModelError(f"model {model}: {said}; the model has {layers} blocks, so at most {layers} {what}")
+    each, more = divmod(layers, parts)
+    ends = [each * (n + 1) + min(more, n + 1) for n in range(parts)]
     return [range(begin, end) for begin, end in zip([0, *ends], ends)]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from pstar_sim.catalog.machine import Group, Machine
@@ -14,7 +13,7 @@ from pstar_sim.core.plan_set import PlanSet
 from pstar_sim.core.step import Kind
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import CostModel
-from pstar_sim.planner.stages import PlannedStages, StagesComparison, StagesRow
+from pstar_sim.planner.stages import PlannedStages, StagesComparison, StagesRow, closed_bubble
 from pstar_sim.report.byte_curves import steady_start_s
 from pstar_sim.report.legends import dark
 from pstar_sim.report.palette import ON_DARK, PHASES, QUEUE_NAMES, STEPS
@@ -24,7 +23,7 @@ from pstar_sim.terminal import table_text, terminal_width, wrap
 from pstar_sim.units import format_bytes, format_count, format_s
 from pstar_sim.workload.mixing import block_of
 from pstar_sim.workload.parallelism import Parallelism
-from pstar_sim.workload.pipeline import cells_of
+from pstar_sim.workload.pipeline import cells_of, in_flight
 from pstar_sim.workload.tape import CONTEXT, EXPERTS, TENSOR
 
 if TYPE_CHECKING:
@@ -108,7 +107,8 @@ def explain_stages(planned: PlannedStages, *, width: int | None = None) -> str:
         f"An iteration takes {format_s(planned.iteration_s)}, {bound}; bound by: {binds}.",
     ]
     if p > 1:
-        equal = f"{format_percent((p - 1) / (m + p - 1))}, (p - 1) / (m + p - 1)"
+        own = "m" if spread.virtual == 1 else "v m"
+        equal = f"{format_percent(closed_bubble(spread, m))}, (p - 1) / ({own} + p - 1)"
         texts.append(
             f"Bubble: a GPU computes nothing for {format_percent(planned.bubble)} of the iteration; stages that take "
             f"equally long and wait for no link would have {equal}."
@@ -123,12 +123,11 @@ STAGE_HEADS = ("stage", "layers", "in flight", "computes", "waits for sums", "GP
 
 
 def _stage_cells(plan: Plan, timeline: Timeline, spread: Parallelism, stage: int) -> tuple[str, ...]:
-    cells = cells_of(spread.schedule, stage, spread.pipeline, plan.workload.micro_batches)
-    in_flight = max(accumulate(-1 if cell.backward else 1 for cell in cells))
+    cells = cells_of(spread.schedule, spread.pipeline, plan.workload.micro_batches, spread.virtual)
     return (
         str(stage),
         str(len({block for m in plan.workload.moments if (block := block_of(m.module))})),
-        str(in_flight),
+        str(in_flight(cells[stage])),
         format_percent(timeline.busy_s["compute"] / timeline.iteration_s),
         format_percent(_sums_s(plan, plan.machine) / timeline.iteration_s),
         format_size(timeline.peak_bytes["gpu"]),

@@ -15,7 +15,7 @@ offloaded block gets as many blocks' time as the one before.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import replace
 
 from pstar_sim.errors import TraceError
@@ -245,10 +245,10 @@ def _left_behind(w: Workload, runs: Sequence[BlockRun]) -> dict[str, int]:
     }
 
 
-def levelled(cells: Sequence[tuple[int, Sequence[Moment]]]) -> list[Moment]:
+def levelled(cells: Sequence[tuple[Hashable, Sequence[Moment]]]) -> list[Moment]:
     """Each cell holds its own bytes, and what other micro-batches have left so far.
 
-    cells: (micro-batch, its moments, with its bytes alone), one after the other.
+    cells: (micro-batch, or a part of one, its moments, with its bytes alone), one after the other.
     """
     level = {own: row[0].start_bytes for own, row in reversed(cells)}
     total = sum(level.values())

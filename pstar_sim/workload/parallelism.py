@@ -8,13 +8,13 @@ from dataclasses import dataclass, fields, replace
 
 from pstar_sim.arguments import choice, flag, whole
 from pstar_sim.errors import PstarError
-from pstar_sim.workload.pipeline import SCHEDULES
+from pstar_sim.workload.pipeline import INTERLEAVED, SCHEDULES
 
 __all__ = ["CUTS", "SHARDS", "Parallelism", "pipeline", "replica", "split", "stage"]
 
 _KEYS: Mapping[str, str] = {
     "tp": "tensor", "sp": "sequence", "cp": "context", "ep": "experts", "pp": "pipeline", "dp": "data",
-    "schedule": "schedule", "cut": "cut", "shard": "shard",
+    "schedule": "schedule", "v": "virtual", "cut": "cut", "shard": "shard",
 }  # fmt: skip
 """Key of a text -> field. The key of a switch stands alone."""
 
@@ -34,6 +34,7 @@ class Parallelism:
     pipeline: stages, each with a part of the blocks.
     data: ranks that share a stage's batch, None: as many as GPUs allow.
     schedule: of the pipeline, one of SCHEDULES (pipeline.py).
+    virtual: parts of the model that an interleaved stage has; 1 in other schedules.
     cut: of layers into stages, one of CUTS: equal numbers, or by speed.
     shard: what ranks that share a batch slice, one of SHARDS: nothing, optimizer states (ZeRO-1), or also gradients and
         parameters (ZeRO-3); None: as the policy does.
@@ -48,6 +49,7 @@ class Parallelism:
     pipeline: int = 1
     data: int | None = None
     schedule: str = SCHEDULES[0]
+    virtual: int = 1
     cut: str = CUTS[0]
     shard: str | None = None
 
@@ -59,7 +61,13 @@ class Parallelism:
         if self.data is not None:
             whole("parallelism: dp", self.data)
         choice("parallelism: schedule", self.schedule, SCHEDULES)
+        whole("parallelism: v", self.virtual)
+        if (self.virtual > 1) != (self.schedule == INTERLEAVED) or (self.virtual > 1 and self.pipeline == 1):
+            hint = "pp=2 or more, schedule=interleaved and v=2 or more go together"
+            raise PstarError(f"parallelism {self}: v is {self.virtual} and pp is {self.pipeline}; {hint}")
         choice("parallelism: cut", self.cut, CUTS)
+        if self.virtual > 1 and self.cut != CUTS[0]:
+            raise PstarError(f"parallelism {self}: cut={self.cut} is for stages of one part; leave it or v out")
         choice("parallelism: shard", self.shard or SHARDS[0], SHARDS)
         flag("parallelism: sp", self.sequence)
 
@@ -90,8 +98,10 @@ class Parallelism:
         ranks += ["sequence=True"] if self.sequence else []
         ranks += [f"{name}={getattr(self, name)}" for name in ("context", "experts") if getattr(self, name) > 1]
         inner = f"stage(split({', '.join(ranks)}))" if ranks else "stage()"
-        named = ((what, getattr(self, what), usual) for what, usual in (("schedule", SCHEDULES[0]), ("cut", CUTS[0])))
-        said = "".join(f', {what}="{value}"' for what, value, usual in named if value != usual)
+        usual = {"schedule": SCHEDULES[0], "virtual": 1, "cut": CUTS[0]}
+        named = {what: value for what in usual if (value := getattr(self, what)) != usual[what]}
+        quoted = {what: f'"{value}"' if isinstance(value, str) else value for what, value in named.items()}
+        said = "".join(f", {what}={value}" for what, value in quoted.items())
         if self.pipeline > 1 or said:
             inner = f"pipeline({', '.join([inner] * self.pipeline)}{said})"
         around = [inner] + ([] if self.data is None else [f"count={self.data}"])
@@ -137,7 +147,7 @@ def stage(inner: Parallelism | None = None) -> Parallelism:
     return inner
 
 
-def pipeline(*stages: Parallelism, schedule: str = SCHEDULES[0], cut: str = CUTS[0]) -> Parallelism:
+def pipeline(*stages: Parallelism, schedule: str = SCHEDULES[0], virtual: int = 1, cut: str = CUTS[0]) -> Parallelism:
     """The stages one behind the other. Raises PstarError for none, and for stages that differ."""
     if not stages:
         raise PstarError("pipeline(): give its stages, such as pipeline(stage(), stage())")
@@ -147,7 +157,7 @@ def pipeline(*stages: Parallelism, schedule: str = SCHEDULES[0], cut: str = CUTS
                 f"pipeline: stage {number} is of {other} and stage 0 of {stages[0]}; stages are split alike, so give "
                 f"each split({max(one.tensor for one in stages)})"
             )
-    return replace(stages[0], pipeline=len(stages), schedule=schedule, cut=cut)
+    return replace(stages[0], pipeline=len(stages), schedule=schedule, virtual=virtual, cut=cut)
 
 
 def replica(inner: Parallelism, *, count: int | None = None, shard: str | None = None) -> Parallelism:

@@ -3,6 +3,10 @@
 [Note: schedules] A cell is one pass of a micro-batch through a part of the model. "gpipe" runs all forward passes, then
 the backward passes; "1f1b" runs p - r - 1 forward passes ahead on stage r of p, then both in turns, then the backward
 passes left, so at most p - r micro-batches are in flight. A backward always takes the oldest micro-batch.
+
+With "interleaved" a stage has v parts of the model: part k of stage r is the (k p + r)-th of p v. In groups of p
+micro-batches each part runs all of a group, backward the last part first. 2 (p - r - 1) + (v - 1) p passes run ahead,
+so one more at most are in flight, each of a v-th of the stage.
 Source: Huang et al., 2019 (GPipe); Narayanan et al., 2019 and 2021 (PipeDream-Flush, Megatron-LM).
 
 [Note: room for borders] What a cell needs may arrive during the cell before, and what it made may leave during the
@@ -11,8 +15,10 @@ next: their peaks count the bytes.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -20,79 +26,188 @@ from pstar_sim.errors import ModelError
 from pstar_sim.workload.mixing import levelled
 from pstar_sim.workload.orders import Order
 from pstar_sim.workload.tape import Crossing
-from pstar_sim.workload.workload import Border, Moment, Phase, Use, Workload, copy_moment, repeat_micro_batch
+from pstar_sim.workload.workload import Border, Moment, Phase, Tensor, Use, Workload, copy_moment, repeat_micro_batch
 
-SCHEDULES = ("1f1b", "gpipe")
+INTERLEAVED = "interleaved"
+SCHEDULES = ("1f1b", "gpipe", INTERLEAVED)
 
 
 class Cell(NamedTuple):
-    """One pass of one micro-batch ([Note: schedules])."""
+    """One pass of one micro-batch through a part of the stage ([Note: schedules])."""
 
     micro_batch: int
     backward: bool
+    part: int = 0
 
 
-def cells_of(schedule: str, stage: int, stages: int, micro_batches: int) -> list[Cell]:
-    """Raises ModelError for an unknown schedule."""
+Part = tuple[Workload, Sequence[Crossing]]
+"""One micro-batch of a part of the model, and what crosses its borders."""
+
+
+def cells_of(schedule: str, stages: int, micro_batches: int, parts: int = 1) -> list[list[Cell]]:
+    """Of each stage.
+
+    parts: of a stage.
+
+    Raises ModelError for an unknown schedule, and for micro-batches that interleaved stages do not run.
+    """
     if schedule not in SCHEDULES:
         raise ModelError(f"schedule is {schedule!r}; it is one of {', '.join(SCHEDULES)}")
-    ahead = micro_batches if schedule == "gpipe" else min(micro_batches, stages - stage)
-    cells = [Cell(u, False) for u in range(ahead)]
-    for u in range(micro_batches):
-        cells.append(Cell(u, True))
-        cells += [Cell(u + ahead, False)] if u + ahead < micro_batches else []
+    if parts > 1 and micro_batches % stages:
+        near = max(1, round(micro_batches / stages)) * stages
+        raise ModelError(
+            f"schedule={schedule}: {micro_batches} micro-batches are no multiple of {stages} stages; {near} would be"
+        )
+    ahead = {
+        "1f1b": range(stages, 0, -1),
+        "gpipe": [micro_batches] * stages,
+        INTERLEAVED: range(2 * stages + (parts - 1) * stages - 1, 0, -2),
+    }[schedule]
+    return [_cells(min(ahead[stage], micro_batches * parts), stages, micro_batches, parts) for stage in range(stages)]
+
+
+def _cells(ahead: int, stages: int, micro_batches: int, parts: int) -> list[Cell]:
+    def cell(n: int, backward: bool) -> Cell:
+        if parts == 1:
+            return Cell(n, backward)
+        group, within = divmod(n, stages * parts)
+        part, own = divmod(within, stages)
+        return Cell(group * stages + own, backward, parts - 1 - part if backward else part)
+
+    count = micro_batches * parts
+    cells = [cell(n, False) for n in range(ahead)]
+    for n in range(count):
+        cells.append(cell(n, True))
+        cells += [cell(n + ahead, False)] if n + ahead < count else []
     return cells
 
 
-def in_schedule(
-    workload: Workload, crossings: Sequence[Crossing], cells: Sequence[Cell], stage: int, stages: int
-) -> Workload:
-    """Stage `stage`'s job: `workload`, one micro-batch of it, in the order of `cells`, depth-first if each forward
-    comes right before its own backward.
+def in_flight(cells: Sequence[Cell]) -> int:
+    """Most passes through a part that wait for their backward."""
+    return max(accumulate(-1 if cell.backward else 1 for cell in cells))
 
-    crossings: at the micro-batch's borders to other stages.
+
+def in_schedule(parts: Sequence[Part], cells: Sequence[Sequence[Cell]], stage: int) -> Workload:
+    """Stage `stage`'s job, depth-first if each forward comes right before its own backward.
+
+    parts: those of the stage.
+    cells: of all stages.
     """
-    if not crossings and all(cells[n].micro_batch == cells[n + 1].micro_batch for n in range(0, len(cells), 2)):
-        return repeat_micro_batch(workload, len(cells) // 2)
-    body = workload.moments[:-1]
-    turn = next(i for i, m in enumerate(body) if m.phase is not Phase.FWD)
-    passes = range(turn), range(turn, len(body))
-    rows = [passes[cell.backward] for cell in cells]
+    mine = cells[stage]
+    if not parts[0][1] and all(mine[n].micro_batch == mine[n + 1].micro_batch for n in range(0, len(mine), 2)):
+        return repeat_micro_batch(parts[0][0], len(mine) // 2)
+    bodies = [one.moments[:-1] for one, _ in parts]
+    passes = [_passes(body) for body in bodies]
+    rows = [passes[cell.part][cell.backward] for cell in mine]
     first = list(accumulate((len(row) for row in rows), initial=0))  # moment of each cell, then the optimizer step
-    count = 1 + max(cell.micro_batch for cell in cells)
-    held = sum(crossing.bytes for crossing in crossings if crossing.counted and crossing.what in _ONCE)
-    again = (count - 1) * held  # what all micro-batches share is counted once
-    levels = levelled([(cell.micro_batch, [body[m] for m in row]) for cell, row in zip(cells, rows)])
-    owners = (cell.micro_batch for cell, row in zip(cells, rows) for _ in row)
+    count = 1 + max(cell.micro_batch for cell in mine)
+    once = (c for _, crossings in parts for c in crossings if c.counted and c.what in _ONCE)
+    again = (count - 1) * sum(crossing.bytes for crossing in once)  # what all micro-batches share is counted once
+    levels = levelled(
+        [((cell.micro_batch, cell.part), [bodies[cell.part][m] for m in row]) for cell, row in zip(mine, rows)]
+    )
+    owners = (cell.micro_batch for cell, row in zip(mine, rows) for _ in row)
     moments = [
         copy_moment(m, m.start_bytes - again, m.peak_bytes - again, m.end_bytes - again, own)
         for m, own in zip(levels, owners)
     ]
     last = moments[-1].end_bytes
-    moments.append(copy_moment(workload.moments[-1], last, last, last, count - 1))
+    moments.append(copy_moment(parts[0][0].moments[-1], last, last, last, count - 1))
     turns = {"each": range(count), "first": (0,), "last": (count - 1,)}
+    arrivals = _arrivals(cells, stage) if len(parts) > 1 else {}
+    found = [
+        (crossing, n, row[0])
+        for n, (cell, row) in enumerate(zip(mine, rows))
+        for crossing in parts[cell.part][1]
+        if crossing.moment in row and cell.micro_batch in turns[crossing.turn]
+    ]
+    # Among those behind one moment, receives come in the order in which other stages make them.
+    found.sort(key=lambda row: arrivals.get((row[1], row[0].what), _Arrival(0, 0)).made if row[0].receives else 0)
     crossed = [
-        (crossing, _border(crossing, cell, n, first, passes[cell.backward], stage, stages))
-        for n, cell in enumerate(cells)
-        for crossing in crossings
-        if crossing.moment in passes[cell.backward] and cell.micro_batch in turns[crossing.turn]
+        (crossing, _border(crossing, n, first, begin, cells, stage, arrivals.get((n, crossing.what))))
+        for crossing, n, begin in found
     ]
     moments = _with_borders(moments, crossed)
-    borders = sorted((border for _, border in crossed), key=lambda b: (b.behind, not b.receives, _ONCE.get(b.what, 0)))
+    borders = sorted((border for _, border in crossed), key=partial(_place, timed=bool(arrivals)))
+    begins = list(accumulate((len(one.tensors) for one, _ in parts), initial=0))
     uses = [
-        Use(moment=first[n] + use.moment - row[0], tensor=use.tensor, kind=use.kind)
-        for n, row in enumerate(rows)
-        for use in workload.uses
+        Use(moment=first[n] + use.moment - row[0], tensor=begins[cell.part] + use.tensor, kind=use.kind)
+        for n, (cell, row) in enumerate(zip(mine, rows))
+        for use in parts[cell.part][0].uses
         if use.moment in row
     ]
     return replace(
-        workload,
+        parts[0][0],
         micro_batches=count,
+        tensors=parts[0][0].tensors if len(parts) == 1 else _tensors([one for one, _ in parts], begins),
         moments=tuple(moments),
         uses=tuple(uses),
         borders=tuple(borders),
         order=Order.PIPELINED,
     )
+
+
+def _place(border: Border, *, timed: bool) -> tuple[int, bool, int]:
+    return border.behind, not border.receives, 0 if timed and border.receives else _ONCE.get(border.what, 0)
+
+
+def _passes(body: Sequence[Moment]) -> tuple[range, range]:
+    turn = next(i for i, m in enumerate(body) if m.phase is not Phase.FWD)
+    return range(turn), range(turn, len(body))
+
+
+def _tensors(parts: Sequence[Workload], begins: Sequence[int]) -> tuple[Tensor, ...]:
+    """Parts have optimizer groups of their own: a chunk of two would get a micro-batch's gradients at two times."""
+    groups = 1 + max(t.group for one in parts for t in one.tensors)
+    return tuple(
+        replace(t, group=n * groups + t.group, tied_to=None if t.tied_to is None else begins[n] + t.tied_to)
+        for n, one in enumerate(parts)
+        for t in one.tensors
+    )
+
+
+class _Arrival(NamedTuple):
+    """during: cell of the stage that receives."""
+
+    made: int
+    during: int
+
+
+def _arrivals(cells: Sequence[Sequence[Cell]], stage: int) -> dict[tuple[int, str], _Arrival]:
+    """(cell that needs it, what) -> when another stage has made it, by a clock where a backward takes two forwards and
+    links take no time. A stage that came to a receive later would hold up all that its peer sends."""
+    stages, parts = len(cells), 1 + max(cell.part for cell in cells[0])
+    end: dict[tuple[int, int, bool], int] = {}  # (part of the model, micro-batch, backward)
+    begin: list[list[int]] = [[] for _ in cells]
+    moved = True
+    while moved:
+        moved = False
+        for r, own in enumerate(cells):
+            while len(begin[r]) < len(own):
+                u, backward, k = own[n := len(begin[r])]
+                s = k * stages + r
+                needs = s + 1 if backward else s - 1
+                if 0 <= needs < stages * parts and (needs, u, backward) not in end:
+                    break
+                clear = end[_key(own[n - 1], stages, r)] if n else 0
+                begin[r].append(max(clear, end.get((needs, u, backward), 0)))
+                end[s, u, backward] = begin[r][n] + 1 + backward
+                moved = True
+    arrivals = {}
+    for n, (u, backward, k) in enumerate(cells[stage]):
+        s = k * stages + stage
+        received = {"gradients" if backward else "activations": (s + 1 if backward else s - 1, u, backward)}
+        if backward and s == 0:
+            received = {"gradients": (1, u, True), "tied gradients": (stages * parts - 1, u, True)}
+        for what, key in received.items():
+            if key in end:
+                during = min(bisect_right(begin[stage], end[key]), n) - 1
+                arrivals[n, what] = _Arrival(end[key], max(0, during))
+    return arrivals
+
+
+def _key(cell: Cell, stages: int, stage: int) -> tuple[int, int, bool]:
+    return cell.part * stages + stage, cell.micro_batch, cell.backward
 
 
 _ONCE = {"tied weights": -1, "tied gradients": 1}
@@ -102,25 +217,40 @@ _FORWARD = ("activations", "tied weights")
 
 
 def _border(
-    crossing: Crossing, cell: Cell, n: int, first: Sequence[int], moments: range, stage: int, stages: int
+    crossing: Crossing,
+    n: int,
+    first: Sequence[int],
+    begin: int,
+    cells: Sequence[Sequence[Cell]],
+    stage: int,
+    arrival: _Arrival | None,
 ) -> Border:
-    here = first[n] + crossing.moment - moments[0]
+    """begin: moment of the pass in its part.
+    arrival: None: during the cell before.
+    """
+    stages, cell = len(cells), cells[stage][n]
+    here = first[n] + crossing.moment - begin
     if not crossing.receives:
         behind, until = here, first[min(n + 2, len(first) - 1)]
+    elif arrival is not None:
+        behind, until = first[arrival.during], here + 1
     elif crossing.what in _ONCE:
-        behind, until = first[n], here + 1
+        behind, until = 0 if crossing.what in _FORWARD else first[n], here + 1
     else:
         behind, until = min(here, first[max(0, n - 1)]), here + 1
     ahead = (crossing.what in _FORWARD) != crossing.receives  # whether the peer comes behind this stage
     far = stages - 1 if ahead else 0
+    own = cell.part * stages + stage
+    several = any(other.part for other in cells[stage])
     return Border(
-        peer=far if crossing.what in _ONCE else stage + 1 if ahead else stage - 1,
+        peer=far if crossing.what in _ONCE else (stage + 1 if ahead else stage - 1) % stages,
         receives=crossing.receives,
         what=crossing.what,
         micro_batch=cell.micro_batch,
         bytes=crossing.bytes,
         behind=behind,
         until=until,
+        part=(own if ahead else own - 1) if several and crossing.what not in _ONCE else 0,
     )
 
 

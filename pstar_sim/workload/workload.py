@@ -239,6 +239,7 @@ class Border:
         that makes what is sent.
     until: moment that waits for the transfer, the first that needs what is received, and the last whose peak counts the
         bytes of what is sent.
+    part: of the model, that sends activations or receives gradients, counted over all stages; 0 where each has one.
     """
 
     peer: int
@@ -248,6 +249,7 @@ class Border:
     bytes: int
     behind: int
     until: int
+    part: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -58,6 +58,9 @@ def test_a_pipelined_batch_of_torchtitan_is_cut_into_micro_batches() -> None:
     for reshard, policy in (("default", "all_on_gpu:shard=states"), ("always", "zero3_resident")):
         asked = {"parallelism": degrees | {"fsdp_reshard_after_forward": reshard}}
         assert torchtitan.read(asked, "x.toml").policy == policy  # by default stages gather once, and sum once
+    twice = torchtitan.read({"parallelism": degrees | {"pipeline_parallel_schedule": "Interleaved1F1B"}}, "x.toml")
+    assert str(twice.parallelism) == "tp=2,sp,pp=4,schedule=interleaved,v=2"
+    assert torchtitan.read(toml_loads(torchtitan.write(twice)), "x.toml") == twice
     with pytest.raises(PstarError, match=r"local_batch_size = 6 is no multiple of .*microbatch_size = 4"):
         more = degrees | {"pipeline_parallel_microbatch_size": 4}
         torchtitan.read({"training": {"local_batch_size": 6}, "parallelism": more}, "x.toml")
@@ -88,6 +91,10 @@ def test_flags_of_megatron_are_read_from_a_script() -> None:
     half = megatron.read("--optimizer-cpu-offload --optimizer-offload-fraction 0.5", "x.sh")
     assert half.policy.startswith("zero3_offload:") and "ratio=0.5" in half.policy and half.dtype == "fp32"
     assert megatron.read(megatron.write(half), "x.sh").policy == half.policy
+    for flags, parts in (("--num-virtual-stages-per-pipeline-rank 2", 2), (f"{EACH} 4 --num-layers 32", 4)):
+        found = megatron.read(f"--pipeline-model-parallel-size 2 {flags}", "x.sh")
+        assert str(found.parallelism) == f"pp=2,schedule=interleaved,v={parts}"
+        assert megatron.read(megatron.write(found), "x.sh").parallelism == found.parallelism
     assert megatron.read(ARRAYS, "x.sh") == megatron.read(
         "--tensor-model-parallel-size 4 --bf16 --pipeline-model-parallel-size 2 --sequence-parallel --seq-length 64 "
         "--recompute-granularity selective",
@@ -95,6 +102,7 @@ def test_flags_of_megatron_are_read_from_a_script() -> None:
     )
 
 
+EACH = "--num-layers-per-virtual-pipeline-stage"
 ARRAYS = """
 TP=${TP:-4}; PP=2
 ARGS=(--tensor-model-parallel-size $TP --bf16)
@@ -129,6 +137,8 @@ def test_slices_of_states_need_ranks_that_share_a_batch() -> None:
         ("--seq-length", r"x\.sh: --seq-length has no value"),
         ("--seq-length 0", r"x\.sh: --seq-length = 0; it must be a whole number of at least 1"),
         ("--bf16 --fp16", r"x\.sh: --bf16 and --fp16 are both given"),
+        (f"--pipeline-model-parallel-size 2 {EACH} 4", rf"x\.sh: {EACH} 4 needs --num-layers beside it"),
+        (f"--pipeline-model-parallel-size 2 {EACH} 4 --num-layers 30", "do not divide --num-layers 30"),
         ("--seq-length 'x", r"x\.sh: is no list of flags and no shell script: No closing quotation"),
     ],
 )

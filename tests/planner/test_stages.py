@@ -47,15 +47,15 @@ from pstar_sim.report.stages import stages_text
 from pstar_sim.sim.play import play_stages
 from pstar_sim.testing import round_machine
 from pstar_sim.workload.parallelism import Parallelism
-from pstar_sim.workload.pipeline import cells_of, in_schedule
+from pstar_sim.workload.pipeline import Part, cells_of, in_schedule
 from pstar_sim.workload.tape import Tape
 from pstar_sim.workload.workload import Phase, Workload
 
 MIB = 2**20
 
 
-def chain_stage(number: int, stages: int, micro_batches: int, schedule: str) -> Workload:
-    """One block per stage: a second forward, two seconds backward, 1,024 parameters, borders of 1 MiB."""
+def chain_part(number: int, parts: int) -> Part:
+    """One block: a second forward, two seconds backward, 1,024 parameters, borders of 1 MiB."""
     t = Tape("bf16")
     t.parameter(f"h.{number}.weight", 32, 32)
     t.open("begin", "<root>", Phase.FWD)
@@ -63,10 +63,10 @@ def chain_stage(number: int, stages: int, micro_batches: int, schedule: str) -> 
         t.receive("activations", MIB)
     t.open("begin", f"h.{number}", Phase.FWD, [f"h.{number}.weight"])
     t.op(MIB)
-    if number < stages - 1:
+    if number < parts - 1:
         t.send("activations", MIB)
     t.open("grad", "<root>", Phase.BWD)
-    if number < stages - 1:
+    if number < parts - 1:
         t.receive("gradients", MIB)
     t.open("grad", f"h.{number}", Phase.BWD, [f"h.{number}.weight"])
     t.gradient([f"h.{number}.weight"], allocated=False)
@@ -80,29 +80,31 @@ def chain_stage(number: int, stages: int, micro_batches: int, schedule: str) -> 
         source="recorded", recorded_on="virtual", tensors=tuple(t.tensors), uses=tuple(t.uses),
         moments=tuple(replace(m, duration_s=seconds.get(m.name, 0.0)) for m in t.moments),
     )  # fmt: skip
-    return in_schedule(one, t.crossings, cells_of(schedule, number, stages, micro_batches), number, stages)
+    return one, t.crossings
 
 
 def chain_machine(number: int, stages: int, seconds: float) -> Machine:
     """seconds: of a border's transfer; 0 for no time."""
     rate = MIB / seconds if seconds else 1e18
     fabric = Fabric(name="wire", bytes_per_s=rate, latency_s=0.0, measured=True, source="")
-    near = tuple(Neighbour(stage=n, fabric=fabric) for n in (number - 1, number + 1) if 0 <= n < stages)
+    near = tuple(Neighbour(stage=n, fabric=fabric) for n in range(stages) if n != number)
     return replace(round_machine(hbm_bytes_per_s=1e15), neighbours=near)
 
 
 def chain(
-    stages: int, micro_batches: int, schedule: str = "1f1b", *, seconds: float = 0.0, clip: bool = True
+    stages: int, micro_batches: int, schedule: str = "1f1b", *, v: int = 1, seconds: float = 0.0, clip: bool = True
 ) -> PlanSet:
+    parts = [chain_part(n, stages * v) for n in range(stages * v)]
+    cells = cells_of(schedule, stages, micro_batches, v)
     plans = [
         find_policy("all_on_gpu")(
-            chain_stage(n, stages, micro_batches, schedule),
+            in_schedule(parts[n::stages], cells, n),
             chain_machine(n, stages, seconds),
             Settings(clip=clip, update="step"),
         )
         for n in range(stages)
     ]
-    one = Parallelism(pipeline=stages, schedule=schedule)
+    one = Parallelism(pipeline=stages, schedule=schedule, virtual=v)
     return PlanSet(parallelism=one, plans=tuple(plans), meetings=meetings_of(plans))
 
 
@@ -114,6 +116,16 @@ def test_the_bubble_is_that_of_the_formula(stages: int, micro_batches: int, sche
     prove_set(plans)
     assert stages_bound_s(plans) == pytest.approx(3.0 * (micro_batches + stages - 1))
     assert [t.iteration_s for t in play_stages(plans)] == pytest.approx([3.0 * (micro_batches + stages - 1)] * stages)
+
+
+@pytest.mark.parametrize(("stages", "v", "micro_batches"), [(2, 2, 4), (2, 3, 2), (3, 2, 6), (4, 2, 4), (4, 4, 8)])
+def test_the_bubble_of_interleaved_stages_is_a_part_of_it(stages: int, v: int, micro_batches: int) -> None:
+    """(p - 1) (F + B) / v: a stage's v parts take three seconds each, for each micro-batch, and p - 1 times more."""
+    plans = chain(stages, micro_batches, "interleaved", v=v)
+    prove_set(plans)
+    wanted = 3.0 * (v * micro_batches + stages - 1)
+    assert stages_bound_s(plans) == pytest.approx(wanted)
+    assert [t.iteration_s for t in play_stages(plans)] == pytest.approx([wanted] * stages)
 
 
 def test_a_slow_border_adds_its_seconds_where_nothing_hides_them() -> None:

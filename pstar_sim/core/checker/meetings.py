@@ -66,6 +66,9 @@ def _check_jobs(plans: PlanSet) -> None:
         if any(getattr(here, what) != getattr(spread, what) for what in same):
             raise PlanError(f"stage {stage} is of {here}; the set is of {spread}")
         _check_shard(plan, stage, spread.shard)
+    parts = 1 + max((b.part for plan in plans.plans for b in plan.workload.borders if b.part), default=-1)
+    if (spread.virtual > 1 and parts != spread.pipeline * spread.virtual - 1) or (spread.virtual == 1 and parts):
+        raise PlanError(f"{parts or 'no'} borders of parts are crossed; the set is of {spread}")
 
 
 def _check_shard(plan: Plan, stage: int, shard: str | None) -> None:
