@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -104,12 +104,10 @@ def spread_like(
     machine = machine_of(on)
     job, setting = likes.fill(job, setting, machine)
     notes, own = list(c.notes), stands_for(c, c.data_on(machine) * c.parallelism.context)
-    if c.parallelism.pipeline > 1:
-        notes.append(f"host memory is the policy's, not {c.framework}'s")
     for words in (f"predicted as {own}, {c.parallelism}", *notes):
         note(f"{label}: {words}")
-    follows = own if c.parallelism.pipeline > 1 else Follows(c, label)
-    asked = [follows, *(name for name in policies or () if name != own)]
+    follows = Follows(replace(c, policy=own), label)
+    asked: list[str | Policy] = [follows, *(name for name in policies or () if name != own)]
     return _say(_asked(job, as_run(machine, c), setting, c.parallelism, asked, quiet=json), json=json)
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Annotated, Literal
 
 from pstar_sim.core.plan import Plan
-from pstar_sim.dtypes import MASTER
+from pstar_sim.dtypes import DTYPES, MASTER
 from pstar_sim.errors import PstarError
 from pstar_sim.frameworks.configuration import Configuration, spec
 from pstar_sim.frameworks.express import Expressed, common_limits, common_says, optimizer_limits, whereabouts
@@ -321,9 +321,14 @@ def _allocations(configuration: Configuration, workload: Workload, ranks: int) -
 
 
 def _gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
-    """fp32 gradients of all parameters; with states on the GPU and several micro-batches the policy counts them."""
-    counted = configuration.policy_base == "all_on_gpu" and workload.micro_batches > 1
-    return 0 if counted else 4 * workload.trainable_params
+    """fp32 gradients of all parameters; with states on the GPU and several micro-batches the policy counts them. Of a
+    table that embedding and head share, the last stage has states of its own."""
+    resident = configuration.policy_base == "all_on_gpu"
+    table = sum(b.bytes for b in workload.borders if b.receives and b.what == "tied weights")
+    params = table // DTYPES[workload.dtype].bytes if resident else 0
+    slices = ranks if configuration.options.get("shard") == "states" else 1
+    states_bytes = int(params * workload.states_bytes_per_param) // slices
+    return states_bytes + (0 if resident and workload.micro_batches > 1 else 4 * workload.trainable_params)
 
 
 MEMORY = MemoryRules(allocations=_allocations, gpu_beyond_bytes=_gpu_beyond_bytes)

@@ -11,10 +11,10 @@ from pstar_sim import PstarError, Settings
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.frameworks import accelerate, deepspeed, megatron, torchtitan
 from pstar_sim.frameworks.express import express_set
-from pstar_sim.frameworks.follows import stands_for
+from pstar_sim.frameworks.follows import Follows, stands_for
 from pstar_sim.frameworks.prediction import predict
 from pstar_sim.planner.jobs import Job
-from pstar_sim.planner.stages import plan_stages
+from pstar_sim.planner.stages import plan_stages, stages_of
 from pstar_sim.python310 import toml_loads
 from pstar_sim.testing import chain_workload, round_machine
 from pstar_sim.workload.parallelism import Parallelism
@@ -196,6 +196,19 @@ def test_megatron_keeps_parameters_and_gradients_on_the_gpu() -> None:
     assert "--optimizer-cpu-offload" not in megatron.write(megatron.express(everything).configuration)
     gone = ps.compare(w, machine, policies="zero_infinity").best().plan
     assert any("100% of the parameters that leave" in line for line in megatron.express(gone).cannot)
+
+
+def test_megatrons_last_stage_has_states_of_a_shared_table() -> None:
+    """tiny-gpt2's table, in 12 bytes per parameter beyond the policy's copy and sum, sliced by the ranks that do."""
+    job, machine = Job(model="tiny-gpt2", batch=4, seq=64, micro_batches=4), load_machine("a100-40x8", gpus=4)
+    stages = stages_of(job, machine, Parallelism(pipeline=2))
+    params = stages[0].tensors[0].numel
+    for flags, ranks, states in (("", 2, 12), ("--use-distributed-optimizer", 2, 6)):
+        found = megatron.read(f"--pipeline-model-parallel-size 2 {flags}", "x.sh")
+        beyond = [megatron.MEMORY.gpu_beyond_bytes(found, stage, ranks) for stage in stages]
+        assert beyond == [0, states * params]
+    spread = plan_stages(job, machine, Follows(found, "x.sh"), Parallelism(pipeline=2)).plans.plans
+    assert [sum(size for name, _, size in plan.buffers if "gradients" in name) for plan in spread] == [0, 6 * params]
 
 
 def test_stage_0_holds_gradients_of_its_own() -> None:
