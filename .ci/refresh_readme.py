@@ -630,17 +630,27 @@ def layouts() -> str:
 def layouts_memory() -> str:
     lines = ["| runs | of | rows | mean error | median | 90 % | bias |", "|---|---|---:|---:|---:|---:|---:|"]
     for name, r in result("layouts_memory").items():
-        if isinstance(r, dict) and "p90_error" in r:
-            source, _, kind = name.partition(", ")
+        source, _, kind = name.partition(", ")
+        if source in MEMORY_OF and r["rows"] > 2:
             errors = " | ".join(f"{100 * r[f'{each}_error']:.1f} %" for each in ("mean", "median", "p90"))
             lines.append(f"| {MEMORY_OF[source]} | {kind} | {r['rows']} | {errors} | {100 * r['bias']:+.1f} % |")
     return "\n".join(lines)
 
 
+def trillion() -> str:
+    whole, unfit, away = result("layouts_memory")["trillion"]
+    return (
+        f"with `{whole['parallel']}` everything is on the GPUs ({whole['peak_bytes'] / 1e9:.1f} GB of 33.1, "
+        f"{whole['tokens_per_s']:,.0f} tokens/s); with `{unfit['parallel']}` it would take "
+        f"{unfit['needed_bytes'] / 1e9:.1f} GB, and with what `tide` moves {away['peak_bytes'] / 1e9:.1f} GB "
+        f"({away['tokens_per_s']:,.0f} tokens/s)"
+    )
+
+
 MEMORY_OF = {
     "golden": "Megatron-LM's tests of GPTs, A100",
     "Megatron-Bridge": "Megatron-Bridge, gpt-oss-120b on 64 GPUs",
-    "SimuMax": "SimuMax, Llama and DeepSeek-V3 cut to 8 B200s",
+    "SimuMax": "SimuMax, Llamas cut to 8 B200s",
     "tr11": "BigScience, as nvidia-smi shows it",
     "torchtitan": "torchtitan in fp8, H100",
 }
@@ -902,7 +912,7 @@ PHRASES: Mapping[str, Callable[[], str]] = {
         accuracy, disks, overhead, event_cost, capture, peers, peers_memory, peers_offloading, semantics, architectures,
         interleavings, leaks, reserved, mutations, faults, kills, interrupts, oracle, load_weights, checksums, planning,
         activations, calibrated, tide_bytes, whale, gemm_carried, gemm_seen, frameworks, captured_peaks,
-        capture_ratio, forms_choice, forms_order, stages, optimizers, whale_gains,
+        capture_ratio, forms_choice, forms_order, stages, optimizers, trillion, whale_gains,
     )
 } | {
     "demo-taken": lambda: link("demo"),

@@ -43,7 +43,7 @@ from pstar_sim.planner.stages import (
 from pstar_sim.planner.sweep import sweep
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.report.capacity_tables import cheapest_text
-from pstar_sim.report.stages import stages_text
+from pstar_sim.report.stages import explain_stages, stages_text
 from pstar_sim.sim.play import play_stages
 from pstar_sim.testing import round_machine
 from pstar_sim.workload.parallelism import Parallelism
@@ -790,6 +790,19 @@ class TestCommands:
         scale = {"us": 1, "ms": 1000}
         assert float(between[0]) * scale[between[1]] > float(within[0]) * scale[within[1]]
         assert [line.split()[:3] for line in text.splitlines()[-2:]] == [["0", "1", "2"], ["1", "1", "1"]]
+
+    def test_gathers_and_exchanges_are_explained(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """Keys and values: forward, recompute, backward and the sum of the gradients of two layers in four
+        micro-batches, of 2 x 64 x 64 elements each, 16,384 bytes. Rows: dispatch and combine in
+        forward, recompute and backward."""
+        file = str(tmp_path / "plan.json")
+        assert main(["plan", *self.ARGS, "--parallel", "cp=2", "-o", file]) == 0
+        assert main(["explain", file]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert "Context parallelism: attention waits 32 times for keys and values of 2 ranks" in said
+        assert "of 16.38 kB at most" in said and "Tensor parallelism" not in said
+        said = " ".join(explain_stages(TestExperts().plan("all_on_gpu", "ep=4")).split())
+        assert f"layers wait {4 * 2 * 3 * 2} times until rows have gone to 4 ranks' experts" in said
 
     def test_files_of_frameworks_say_the_degrees(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """torchtitan's and Megatron's are written from stages, and read; others say that they cannot."""
