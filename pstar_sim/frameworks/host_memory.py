@@ -204,7 +204,7 @@ class MemoryRules:
         return HostNeed(
             allocations=self.allocations(configuration, workload, slices),
             startup_bytes=loading.startup_bytes(workload, machine.local_ranks),
-            loading=loading.words(machine.local_ranks),
+            loading=loading.words(machine.local_ranks, workload.tensors),
             stash_bytes=sum(size for _, size in workload.stash_room),
             copies=self.copies and self.copies(configuration, workload, slices, machine.local_ranks),
         )

@@ -351,7 +351,7 @@ def _need(
         payload_bytes=sum(sizes.values()),
         pinned_bytes=pack_slabs(sizes.items()).total_bytes,
         startup_bytes=loading.startup_bytes(workload, machine.local_ranks) if sizes or not machine.unified else 0,
-        loading=loading.words(machine.local_ranks),
+        loading=loading.words(machine.local_ranks, workload.tensors),
         pins=pins,
     )
 

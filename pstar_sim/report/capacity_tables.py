@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pstar_sim.planner.fits import Fit, Fits, SmallestChange
     from pstar_sim.planner.limits import Limit, Limits
     from pstar_sim.planner.sensitivity import PartEffect, Sensitivity
+    from pstar_sim.workload.workload import Tensor
 
 
 def _params(count: float | None) -> str:
@@ -110,14 +111,14 @@ def _asked(answer: Fits) -> tuple[str, str]:
     each = "" if m.world_size == 1 else f" for each of {m.world_size} GPUs"
     parts = [w.model, f"{_params(w.params)} parameters", batch_words(answer), f"sequence {w.sequence}", w.dtype]
     parts += [word for word in (w.notes, w.optimizer.words) if word]
-    machine = f"on {m.name}: {_memory(m)}{each}; weights are {_loaded(answer.loading, m)}"
+    machine = f"on {m.name}: {_memory(m)}{each}; weights are {_loaded(answer.loading, m, w.tensors)}"
     return ", ".join(parts) + _kernels(w.kernels), machine
 
 
-def _loaded(loading: Loading, machine: Machine) -> str:
+def _loaded(loading: Loading, machine: Machine, tensors: Iterable[Tensor] = ()) -> str:
     if loading.way == "in-place":
         return "made in place"
-    return f"loaded {loading.words(machine.local_ranks) or 'whole'}"
+    return f"loaded {loading.words(machine.local_ranks, tensors) or 'whole'}"
 
 
 def _fit_notes(answer: Fits, *, why: bool) -> Iterator[str]:
@@ -205,7 +206,7 @@ def _no(answer: Fits) -> list[str]:
     if least is None:
         return [*said, f"Why: {answer.rows[0].reason}."]
     who = "it" if total == 1 else f"{least.policy}{'' if helped else ', which lacks least,'}"
-    said.append(f"Why: {who} {_lack(least, answer.machine, answer.loading)}.")
+    said.append(f"Why: {who} {_lack(least, answer)}.")
     return [*said, *_changes(answer)]
 
 
@@ -230,11 +231,11 @@ def _named_change(change: SmallestChange, answer: Fits) -> str:
     return f"{words}, under {names}"
 
 
-def _lack(row: Fit, machine: Machine, loading: Loading) -> str:
+def _lack(row: Fit, answer: Fits) -> str:
     needed = {"gpu": row.gpu_needed_bytes, "host": row.host_needed_bytes}.get(row.short_of or "")
     if needed is None:
         return f"lacks {format_bytes(row.short_bytes or 0)} on {row.short_of}"
-    ranks = machine.local_ranks
+    machine, ranks = answer.machine, answer.machine.local_ranks
     if row.short_of == "gpu":
         place, available, whole = "GPU", row.gpu_available_bytes, machine.gpu.memory_bytes
         kept, who, shared = whole - available, "the driver and for what the allocator cannot use", ""
@@ -247,7 +248,7 @@ def _lack(row: Fit, machine: Machine, loading: Loading) -> str:
     short = needed - available
     startup = row.host_startup_bytes or 0
     if row.short_of == "host" and startup >= short:  # in place, the weights would fit
-        how = loading.words(machine.local_ranks)
+        how = answer.loading.words(ranks, answer.workload.tensors)
         need += f", {format_bytes(startup)} of it for weights while they are loaded{how and f' {how}'}"
     return f"needs {need}, but only {format_bytes(available)} can be used{besides}: {format_bytes(short)} too little"
 

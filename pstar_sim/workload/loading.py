@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pstar_sim.arguments import choice
 from pstar_sim.dtypes import BASES, DTYPES, MASTER
-from pstar_sim.workload.workload import Workload
+from pstar_sim.workload.workload import Tensor, Workload
 
 LOADING = ("whole", "each", "in-place")
 
@@ -36,10 +37,11 @@ class Loading:
         weights = sum(t.bytes for t in base) + others * DTYPES[self.dtype or workload.dtype].bytes
         return weights if self.way == "each" else -(-weights // local_ranks)
 
-    def words(self, local_ranks: int) -> str:
+    def words(self, local_ranks: int, tensors: Iterable[Tensor] = ()) -> str:
         """After "loaded"; empty in the working dtype on one rank."""
         way = {"whole": "once per node", "each": "whole by every process"}.get(self.way, "") if local_ranks > 1 else ""
-        return " ".join(part for part in (way, self.dtype and f"in {self.dtype}") if part)
+        base = next((f" and the base in {t.dtype}" for t in tensors if t.dtype in BASES), "")
+        return " ".join(part for part in (way, self.dtype and f"in {self.dtype}{base}") if part)
 
 
 WHOLE = Loading()

@@ -260,6 +260,7 @@ def test_the_file_fills_flags_and_names_the_model(tmp_path: Path, capsys: pytest
     assert main(asked) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "LoRA r=32 on all-linear, 6.98 B of 8.11 B parameters in nf4, 0.516 bytes each" in out
+    assert "weights while they are loaded, in bf16 and the base in nf4" in out
     path.write_text("distributed_type: MULTI_GPU")
     flags = ["--model", "gpt2", "--batch", "1", "--seq", "64", "--lora", "r=8", "--base", "int8"]
     assert main([*asked, *flags]) == 0
