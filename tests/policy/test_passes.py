@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from drawn import TIME_TO_SHRINK, Drawn, chances, jobs
@@ -13,7 +14,7 @@ from pstar_sim.catalog.loader import load_machine
 from pstar_sim.core.effects import tide_at_cut
 from pstar_sim.core.ledger import Holdings
 from pstar_sim.core.plan import Settings
-from pstar_sim.core.step import Kind, Queue
+from pstar_sim.core.step import Kind, Place, Queue
 from pstar_sim.policy.family.attempt import attempt_course
 from pstar_sim.policy.family.course import Course, Knobs
 from pstar_sim.policy.kit.job import Job
@@ -23,13 +24,23 @@ from pstar_sim.policy.passes import collective_rows, gradient_rows, update_rows
 from pstar_sim.policy.passes.builder import Builder
 from pstar_sim.policy.passes.collective_rows import Collectives
 from pstar_sim.policy.passes.draft_rows import DraftRows, Pass
+from pstar_sim.policy.passes.feasibility import needed_on_host
 from pstar_sim.policy.passes.floors import Floors
 from pstar_sim.policy.passes.gradient_rows import GradientRows
 from pstar_sim.policy.passes.lowering import draft_of
 from pstar_sim.policy.passes.update_rows import UpdateRows
 from pstar_sim.policy.passes.working_lists import WorkingLists
 from pstar_sim.policy.passes.write_plan import step_of
-from pstar_sim.testing import chain_workload, random_machine, random_ranks, random_settings, random_workload
+from pstar_sim.policy.registry import find_policy
+from pstar_sim.sim.play import play
+from pstar_sim.testing import (
+    chain_workload,
+    random_machine,
+    random_ranks,
+    random_settings,
+    random_workload,
+    round_machine,
+)
 from pstar_sim.units import MIB
 from pstar_sim.workload.mixing import block_names, offload_blocks
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
@@ -264,3 +275,24 @@ def test_rows_of_an_attempt_like_it_are_those_that_would_be_written() -> None:
     holds()
     assert taken > 5
     assert written > 3
+
+
+def test_an_update_is_due_before_the_disks_would_stand_still() -> None:
+    """The host lacks room for 4 of 8 layers' states. With room for two layers on their way, 6 are on the disks: 1 s to
+    read and 1 s to write each, 12 s an iteration. Updated in the order of first uses alone, they would wait for those
+    of the other layers: 14 s."""
+    workload = chain_workload(8, 2**20, forward_s=0.125)
+    asked = Settings(update="eager", clip=False, chunk_bytes=2 * MIB)
+    roomy = round_machine(
+        gpu_memory_bytes=8 * MIB,
+        h2d_bytes_per_s=16 * MIB,
+        nvme_memory_bytes=2**30,
+        nvme_read_bytes_per_s=12 * MIB,
+        nvme_write_bytes_per_s=12 * MIB,
+    )
+    room_bytes = needed_on_host(Job("any", workload, roomy, asked), Modes(frozenset())) - 4 * 12 * MIB
+    little = replace(roomy, host=replace(roomy.host, memory_bytes=room_bytes))
+    plan = find_policy("tide:pins=0")(workload, little, asked)
+    assert {r.chunk for r in plan.initial if r.place is Place.NVME} == {2, 3, 4, 5, 6, 7}
+    timeline = play(plan)
+    assert timeline.iteration_s == pytest.approx(12) == timeline.busy_s["nvme"]

@@ -6,11 +6,13 @@ many earlier turns have ended as they need room, so the host never holds more in
 waits for a later one.
 
 Among updates with gradients, the one that the next forward needs first goes first; those of streamed chunks, for which
-compute waits, come by position before all others.
+compute waits, come by position before all others. CPU Adam takes a turn's chunk by the turn's deadline, which may be
+long before the chunk's use: while it waits, disks stand still.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
@@ -46,6 +48,22 @@ def turns(schedule: Schedule) -> list[int]:
     return order
 
 
+def _deadlines(job: Job, order: Sequence[int]) -> dict[int, float]:
+    """Chunk -> moment of the next iteration, by whose start its update leaves the turns behind it their seconds before
+    first uses; for one that is due before the iteration begins, minus the seconds.
+
+    order: of turns.
+    """
+    start_s = [0.0, *accumulate(job.cost.moments_s)]
+    latest_s = start_s[-1]
+    due: dict[int, float] = {}
+    for c in reversed(order):
+        latest_s = min(latest_s, start_s[job.uses.first_use(c)])
+        due[c] = float(bisect_left(start_s, latest_s)) if latest_s >= 0 else latest_s
+        latest_s -= _seconds(job, c)
+    return due
+
+
 def _seconds(job: Job, chunk: int) -> float:
     kinds = Kind.NVME_READ, Kind.NVME_WRITE
     return sum(job.charges.of(kind, chunk, name).seconds for kind in kinds for name in job.states_of(chunk))
@@ -71,6 +89,7 @@ class DiskRows:
     def __init__(self, rows: DraftRows) -> None:
         self._rows = rows
         self._order = turns(rows.schedule)
+        self._due = _deadlines(rows.schedule.job, self._order) if self._order else {}
         self._turn_of = {c: n for n, c in enumerate(self._order)}
         self._sizes = [rows.schedule.job.states_bytes(c) for c in self._order]
         self._befores = _ended_before(self._sizes, rows.schedule.disk_room_bytes)
@@ -82,6 +101,11 @@ class DiskRows:
         """The most that the host holds of chunks that take turns."""
         held = (sum(self._sizes[k] for k in range(before + 1, n + 1)) for n, before in enumerate(self._befores))
         return max(held, default=0)
+
+    def adam_key(self, chunk: int) -> tuple[float, ...] | None:
+        """By deadlines, of a chunk that takes turns: other updates would let the disks stand still."""
+        due = self._due.get(chunk)
+        return None if due is None or self._rows.schedule.adam == "fifo" else (1.0, due)
 
     def read(self, chunk: int) -> Mapping[str, int]:
         """List -> row that brings it to the host."""

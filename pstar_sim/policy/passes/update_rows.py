@@ -166,7 +166,7 @@ class UpdateRows:
             ]
             waits += [row for row in rows.last_adds if row != rows.add_of[c]]
             waits += self.disks.read(c).values()
-            key = adam_key(schedule.adam, uses, c)
+            key = self.disks.adam_key(c) or adam_key(schedule.adam, uses, c)
             charge = rows.charge_of_update(Kind.CPU_UPDATE, c)
             rows.cpu_update_of[c] = rows.add(
                 Queue.ADAM, Kind.CPU_UPDATE, c, charge=charge, after=ends_of(waits), key=key
