@@ -279,6 +279,7 @@ class CostModel:
         w, gpu = self.workload, self.gpu
         rate = _rate_of(gpu, w.compute_dtype)
         out: list[float] = []
+        known: dict[tuple[object, ...], float] = {}  # micro-batches repeat each other's kernels
         for i, m in enumerate(w.moments):
             summed_s = self.group_s(m.collectives) if m.collectives else 0.0
             if self._recorded and m.duration_s is not None:
@@ -286,7 +287,11 @@ class CostModel:
             elif gpu.launch_s is None:
                 out.append((m.flops - self._saved_flops(m, rate)) / rate + summed_s)
             elif m.flops or m.bytes_read or m.bytes_written:
-                kernels_s = self._kernels_s(i, rate)
+                key = (
+                    m.module, m.flops, m.bytes_read, m.bytes_written, id(m.products), id(m.attentions), w.gradients[i]
+                )  # fmt: skip
+                if (kernels_s := known.get(key, -1.0)) < 0:
+                    kernels_s = known[key] = self._kernels_s(i, rate)
                 python = self.machine.framework
                 own_s = kernels_s + summed_s
                 if python is not None:

@@ -607,18 +607,16 @@ def _check_tensor(w: Workload, i: int, t: Tensor, bad: _Bad) -> None:
 def _check_indices(w: Workload, bad: _Bad) -> None:
     tied = {i for i, t in enumerate(w.tensors) if t.tied_to is not None}
     frozen = {i for i, t in enumerate(w.tensors) if t.frozen}
-    last, count = len(w.moments), len(w.tensors)
+    last, count, gradient = len(w.moments), len(w.tensors), UseKind.GRADIENT
     for u in w.uses:
-        if not 0 <= u.moment < last or not 0 <= u.tensor < count:
-            raise bad("uses", (u.moment, u.tensor), "moment and tensor must be indices into their tables")
-        if u.tensor in tied:
-            raise bad(
-                "uses",
-                (u.moment, u.tensor),
-                "a tied tensor is used under the index of the tensor whose storage it shares",
-            )
-        if u.tensor in frozen and u.kind is UseKind.GRADIENT:
-            raise bad("uses", (u.moment, u.tensor), "a frozen tensor has no gradient")
+        moment, tensor = u.moment, u.tensor
+        if not 0 <= moment < last or not 0 <= tensor < count:
+            raise bad("uses", (moment, tensor), "moment and tensor must be indices into their tables")
+        if tensor in tied:
+            want = "a tied tensor is used under the index of the tensor whose storage it shares"
+            raise bad("uses", (moment, tensor), want)
+        if tensor in frozen and u.kind is gradient:
+            raise bad("uses", (moment, tensor), "a frozen tensor has no gradient")
 
 
 _PHASES = {"begin": (Phase.FWD, Phase.RECOMPUTE), "end": (Phase.FWD, Phase.RECOMPUTE), "grad": (Phase.BWD,)}
@@ -691,22 +689,21 @@ def _check_bytes(w: Workload, i: int, m: Moment, bad: _Bad) -> None:
 
 def _check_uses(w: Workload, bad: _Bad) -> None:
     """The optimizer step reads nothing, and a gradient arrives in backward, after the first read."""
-    phases = [m.phase for m in w.moments]
+    forward, step = ([m.phase is phase for m in w.moments] for phase in (Phase.FWD, Phase.ADAM))
     base = [m.micro_batch * len(w.tensors) for m in w.moments]
     first: dict[int, int] = {}  # base + tensor -> moment
     gradients: list[tuple[int, int]] = []
+    gradient, never = UseKind.GRADIENT, len(w.moments)
     for u in w.uses:
         moment, tensor = u.moment, u.tensor
-        if phases[moment] is Phase.ADAM:
+        if step[moment]:
             raise bad("uses", (moment, tensor), "the optimizer step uses no parameter and makes no gradient")
-        if u.kind is UseKind.GRADIENT:
-            if phases[moment] is Phase.FWD:
+        if u.kind is gradient:
+            if forward[moment]:
                 raise bad("uses", (moment, tensor), "a gradient arrives in the backward pass, not in the forward pass")
             gradients.append((moment, tensor))
-        else:
-            key = base[moment] + tensor
-            if key not in first or moment < first[key]:
-                first[key] = moment
+        elif moment < first.get(key := base[moment] + tensor, never):
+            first[key] = moment
     for moment, tensor in gradients:
         read = first.get(base[moment] + tensor, moment)
         if read > moment:
