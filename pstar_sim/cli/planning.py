@@ -569,7 +569,16 @@ def _timelines_of(plans: Sequence[str]) -> tuple[list[Timeline], str]:
     from pstar_sim.report.tables import plan_words
 
     loaded = [checked_plan(path)[0] for path in plans]
-    return [play_plan(p) for p in loaded], plan_words(loaded[0])
+    errors = [p.predictions.get("expected_error") for p in loaded]
+    return [play_plan(p) for p in loaded], _with_error(plan_words(loaded[0]), errors)
+
+
+def _with_error(title: str, errors: Sequence[float | None]) -> str:
+    """Of a picture, with the largest error of its predicted seconds."""
+    from pstar_sim.units import format_error
+
+    known = [error for error in errors if error is not None]
+    return f"{title}; predicted seconds {format_error(max(known) if len(known) == len(errors) else None)}"
 
 
 def _planned_timelines(
@@ -594,4 +603,4 @@ def _planned_timelines(
         note(f"not drawn: {reason}")
     w = result.workload
     batch = f"batch {result.batch}" + (f" x {w.micro_batches}" if w.micro_batches > 1 else "")
-    return drawn, job_words(w, machine, batch)
+    return drawn, _with_error(job_words(w, machine, batch), [row.expected_error for row in result.rows if row.fits])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import pstar_sim as ps
 from pstar_sim.cli import main
 from pstar_sim.cli.typer_app import app
 from pstar_sim.testing import chain_workload
+from pstar_sim.units import format_error
 from pstar_sim.workload.trace import save_trace
 
 COMMANDS = tuple(get_command(app).commands)  # type: ignore[attr-defined]
@@ -297,6 +299,15 @@ def test_figures_for_papers(plan_file: Path, tmp_path: Path) -> None:
     assert main(["plot", "tide", str(plan_file), *looks, "--style", "dark", "-o", str(png)]) == 0
     with Image.open(png) as image:
         assert image.size == (1003, 708) and image.getpixel((2, 2))[:3] == (0x1E, 0x21, 0x29)
+
+
+def test_a_title_says_the_error_of_its_seconds(plan_file: Path, tmp_path: Path) -> None:
+    style, svg = tmp_path / "letters.mplstyle", tmp_path / "tide.svg"
+    style.write_text("svg.fonttype: none\n")
+    error = format_error(ps.load_plan(plan_file).predictions["expected_error"])
+    for drawn in ([str(plan_file)], [*SMALL, "--policy", "tide"]):
+        assert main(["plot", "tide", *drawn, "--style", str(style), "-o", str(svg)]) == 0
+        assert re.search(rf"; predicted seconds {error}\s*</text>", svg.read_text(encoding="utf-8"))
 
 
 def test_a_picture_of_an_unknown_kind(plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
