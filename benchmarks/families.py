@@ -156,10 +156,13 @@ class Families:
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self.row = cache(self._row)
+        self.workload = cache(self._workload)
+
+    def _workload(self, model: str, count: int) -> ps.Workload:
+        return ps.preset(model, batch=MODELS[model] * count, seq=1024, dtype="bf16")
 
     def _row(self, side: Side, model: str, policy: str) -> ps.Row:
-        workload = ps.preset(model, batch=MODELS[model] * side.count, seq=1024, dtype="bf16")
-        machine = side.machine(self.catalog)
+        workload, machine = self.workload(model, side.count), side.machine(self.catalog)
         return ps.compare(workload, machine, policies=(policy,), clip=False, barrier_cost=False, near=False).rows[0]
 
     def factor(self, small: Side, large: Side, model: str, policy: str, parts: Iterable[str] = ()) -> float | None:
