@@ -31,6 +31,7 @@ from pstar_sim.frameworks.host_memory import (
     Copies,
     MemoryRules,
     allocation,
+    frozen,
     moments_bytes_per_param,
     rank_sizes,
     sub_groups,
@@ -514,7 +515,8 @@ def _allocations(configuration: Configuration, workload: Workload, ranks: int) -
             allocations.append(tensor_allocations("gradients of micro-batches", numels, width, pinned=pinned))
         return tuple(allocations)
     states = [] if detail["states"] == "none" else _stage3_allocations(configuration, numels, moments, width)
-    return (*states, *_parameters(configuration, numels, width))
+    as_stored = [-(-t.bytes // ranks) for t in frozen(workload)]
+    return (*states, *_parameters(configuration, numels, width, as_stored))
 
 
 def _stage3_allocations(
@@ -538,8 +540,11 @@ def _stage3_allocations(
     return [*allocations, allocation("gradients before the step", sums * sum(numels), pinned=configuration.pinned)]
 
 
-def _parameters(configuration: Configuration, numels: list[int], width: int) -> list[Allocation]:
-    """Parameters are pinned one by one, then moved into one buffer; PyTorch keeps the small blocks."""
+def _parameters(configuration: Configuration, numels: list[int], width: int, as_stored: list[int]) -> list[Allocation]:
+    """Parameters are pinned one by one, then trained ones moved into one buffer; PyTorch keeps the small blocks.
+
+    as_stored: bytes of frozen ones.
+    """
     detail = configuration.detail
     if detail["params"] == "none":
         return []
@@ -548,7 +553,8 @@ def _parameters(configuration: Configuration, numels: list[int], width: int) -> 
         held = allocation("parameters", width * own, pinned=True)
         name = "parameters as they came, which PyTorch keeps"
         moved = replace(tensor_allocations(name, numels, width, pinned=True), freed=True)
-        return [held, moved] if configuration.pinned_params else [held]
+        kept = tensor_allocations("frozen parameters", as_stored, 1, pinned=configuration.pinned_params)
+        return [held, *([moved] if configuration.pinned_params else []), *([kept] if as_stored else [])]
     buffers = [_whole(detail["params_buffer"])] * _whole(detail["params_buffers"])
     in_cpu = min(own, _whole(detail["params_in_cpu"]))
     return [

@@ -24,8 +24,8 @@ from pstar_sim.frameworks.host_memory import (
     Allocation,
     Copies,
     MemoryRules,
+    frozen,
     moments_bytes_per_param,
-    rank_sizes,
     tensor_allocations,
     trained,
 )
@@ -60,12 +60,16 @@ def _allocations(configuration: Configuration, workload: Workload, ranks: int) -
     gradient arrives in a block of its parameter's size."""
     if not offloads(configuration):
         return ()
-    tensors, width = trained(workload), workload.optimizer.master_bytes  # a parameter is its own master
+    width = workload.optimizer.master_bytes  # a parameter is its own master
     dtype = MASTER if width == DTYPES[MASTER].bytes else workload.dtype
-    sizes = rank_sizes(tensors, ranks)
+    own, others = ([[t] for t in tensors] for tensors in (trained(workload), frozen(workload)))
     if configuration.detail.get("version") == 1:
-        sizes = [-(-sum(t.numel for t in unit) // ranks) for unit in _units(tensors)]
+        own, others = _units(trained(workload)), _units(frozen(workload))
+    sizes = [-(-sum(t.numel for t in unit) // ranks) for unit in own]
+    as_stored = [-(-sum(t.bytes for t in unit) // ranks) for unit in others]
+    held = [tensor_allocations("frozen parameters", as_stored, 1, pinned=configuration.pinned_params)] if others else []
     return (
+        *held,
         tensor_allocations(f"{dtype} parameters", sizes, width, pinned=configuration.pinned_params),
         tensor_allocations(f"{dtype} gradients", sizes, width, pinned=configuration.pinned_params),
         tensor_allocations("the optimizer's moments", sizes, moments_bytes_per_param(workload), pinned=False),
@@ -87,9 +91,10 @@ def copies(configuration: Configuration, workload: Workload, ranks: int, local_r
     file of it is read there, too. accelerate offloads sharded ones to the CPU, where host slices lie already (its
     fsdp_utils.py). torch.distributed.checkpoint alone copies tensor by tensor."""
     detail = configuration.detail
-    weights = workload.optimizer.master_bytes * workload.params
+    as_stored = sum(t.bytes for t in frozen(workload))
+    weights = as_stored + workload.optimizer.master_bytes * workload.trainable_params
     moments = int(moments_bytes_per_param(workload) * workload.trainable_params)
-    larger = "the optimizer's moments" if moments > weights else "the fp32 weights"
+    larger = "the optimizer's moments" if moments > weights else "the weights" if as_stored else "the fp32 weights"
     if detail.get("saves", "FULL_STATE_DICT" if detail.get("version") == 1 else "") == "FULL_STATE_DICT":
         what, whole = f"{larger}, whole on one process", max(weights, moments)
         instead = "fsdp_state_dict_type: SHARDED_STATE_DICT"

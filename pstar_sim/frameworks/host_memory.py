@@ -233,6 +233,11 @@ def trained(workload: Workload) -> list[Tensor]:
     return [t for t in workload.tensors if t.tied_to is None and not t.frozen]
 
 
+def frozen(workload: Workload) -> list[Tensor]:
+    """In the model's order. An offloaded one is on the host as it is stored."""
+    return [t for t in workload.tensors if t.tied_to is None and t.frozen]
+
+
 def rank_sizes(tensors: Iterable[Tensor], ranks: int) -> list[int]:
     """Slices are padded to equal length."""
     return [-(-t.numel // ranks) for t in tensors]

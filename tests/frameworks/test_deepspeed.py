@@ -331,6 +331,15 @@ def test_parameters_in_one_buffer_are_pinned_whatever_the_file_says(device: str)
     assert reason is not None and ("fits with" in reason) == (device == "none")
 
 
+def test_offloaded_frozen_parameters_are_on_the_host_as_they_are_stored() -> None:
+    w = preset("gpt2", batch=2, seq=64, lora="r=4", base="nf4")
+    frozen_bytes = [t.bytes for t in w.tensors if t.frozen and t.tied_to is None]
+    for params, kept in (({"device": "none"}, []), (CPU, [sum(-(-size // 2) for size in frozen_bytes)])):
+        zero = {"stage": 3, "offload_optimizer": CPU, "offload_param": params}
+        need = deepspeed.MEMORY.host_need(deepspeed.read({"zero_optimization": zero}, "ds.json"), w, TWO_GPUS)
+        assert [one.asked_bytes for one in need.allocations if one.name == "frozen parameters"] == kept
+
+
 def test_host_memory_of_stage_3_by_hand_on_two_ranks() -> None:
     """4 layers of 200,000 parameters: 100,000 of each per rank, sub-groups of two layers."""
     w = chain_workload(4, 200_000)

@@ -211,6 +211,23 @@ def test_host_memory_by_hand() -> None:
     assert fsdp.MEMORY.host_need(read(yaml(version=2, offload="false", reshard="true")), w, ONE_GPU).allocations == ()
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_offloaded_frozen_parameters_are_on_the_host_as_they_are_stored(version: int) -> None:
+    """So are they in a checkpoint: of 124 M parameters 85 M in half a byte, 0.3 M of adapters in 4 bytes."""
+    shard = "FULL_SHARD" if version == 1 else "true"
+    offloaded = read(yaml(version=version, offload="true", reshard=shard))
+    for base in (None, "nf4"):
+        w = preset("gpt2", batch=1, seq=64, lora="r=4", base=base)
+        kept_bytes = sum(t.bytes for t in w.tensors if t.frozen and t.tied_to is None)
+        need = fsdp.MEMORY.host_need(offloaded, w, ONE_GPU)
+        (kept,) = (one for one in need.allocations if one.name == "frozen parameters")
+        assert kept.asked_bytes == kept_bytes and need.held_bytes > kept_bytes + 16 * w.trainable_params
+        assert need.copies is not None
+        if version == 1:
+            assert need.copies.saving_bytes == kept_bytes + 4 * w.trainable_params
+            assert need.copies.saved == "the weights, whole on one process"
+
+
 def test_pure_bf16_takes_half_of_the_host() -> None:
     """2 bytes of the parameter, 2 of its gradient and 2 of each moment, where fp32 parameters take 16."""
     offloaded = read(yaml(version=2, offload="true", reshard="true"))
