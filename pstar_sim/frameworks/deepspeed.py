@@ -588,12 +588,12 @@ def _copies(configuration: Configuration, workload: Workload, ranks: int, local_
     (engine.py: _save_zero_checkpoint, _get_all_zero_checkpoint_state_dicts). Before stage 3 each first reads the whole
     model's file, freed before the states. Gathered weights are copied to the first process
     (_zero3_consolidated_16bit_state_dict). States on disks are not counted."""
-    detail, width = configuration.detail, DTYPES[workload.dtype].bytes
+    detail = configuration.detail
     if detail["states"] == "nvme":
         return None
     stage, trained_params, moments = detail["stage"], workload.trainable_params, moments_bytes_per_param(workload)
     slices = -(-trained_params // (ranks if stage else 1))
-    own, weights = int((4 + moments) * slices), width * workload.params
+    own, weights = int((4 + moments) * slices), workload.weights_bytes
     listed = 0 if detail["states"] == "cpu" else 4 * slices * local_ranks
     gathered = weights if detail.get("gathers") else 0
     saved = "each rank's fp32 masters, on their way to its file" if listed else ""

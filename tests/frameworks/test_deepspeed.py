@@ -338,6 +338,9 @@ def test_offloaded_frozen_parameters_are_on_the_host_as_they_are_stored() -> Non
         zero = {"stage": 3, "offload_optimizer": CPU, "offload_param": params}
         need = deepspeed.MEMORY.host_need(deepspeed.read({"zero_optimization": zero}, "ds.json"), w, TWO_GPUS)
         assert [one.asked_bytes for one in need.allocations if one.name == "frozen parameters"] == kept
+    zero = {"stage": 3, "offload_optimizer": CPU, "stage3_gather_16bit_weights_on_model_save": True}
+    need = deepspeed.MEMORY.host_need(deepspeed.read({"zero_optimization": zero}, "ds.json"), w, TWO_GPUS)
+    assert need.copies is not None and need.copies.saving_bytes == sum(frozen_bytes) + 2 * w.trainable_params
 
 
 def test_host_memory_of_stage_3_by_hand_on_two_ranks() -> None:
