@@ -108,12 +108,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         master copy; with loss scaling there is also "loss_scaling". The library's optimizer over the same fp32
         parameters that loads them continues bit-identically; it ignores these two keys."""
         session = self.session
+        meetings = [session.reader.meet_for_states]
 
         def value(tensor: int, field: str) -> torch.Tensor:
             if field == STEP:
                 return torch.tensor(float(session.contents.steps_taken[tensor]), dtype=torch.float32)
             constant = self._rule_of(tensor).constants.get(field)
-            return session.reader.state_value(tensor, field) if constant is None else constant().clone()
+            if constant is not None:
+                return constant().clone()
+            while meetings:  # before the first state: without one, a rank may call this alone
+                meetings.pop()()
+            return session.reader.state_value(tensor, field)
 
         with session.still():
             packed = self.packed(value, masters=True)

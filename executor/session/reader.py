@@ -17,7 +17,7 @@ from executor.contract import ChunkParameter, ParkedParameter, disown, drop_raw_
 from executor.devices.packed import is_packed, point_at, unpacked
 from executor.devices.torch_private import version_of
 from executor.memory.arena import PLACES
-from executor.memory.slots import fields_of, list_of
+from executor.memory.slots import list_of
 from executor.moments.unseen import unseen
 from executor.session.cursor import Act, Answer
 from executor.session.standstill import Standstill
@@ -139,7 +139,7 @@ class Reader:
         with unseen(), torch.no_grad(), self.standstill.still():
             run = self.state.run
             contents, chunk = run.contents, run.timetable.chunk_of[tensor]
-            self._meet_others(tensor, "param")
+            self._meet_others(tensor)
             place, list_name = contents.values.source(chunk, (tensor,))
             value = contents.slots.at(place, tensor, list_name)
             if list_name == MASTER_LIST:
@@ -148,19 +148,22 @@ class Reader:
         return value if is_packed(self.parameters[tensor]) else value.reshape(run.plan.workload.tensors[tensor].shape)
 
     def state_value(self, tensor: int, field: str) -> torch.Tensor:
-        """A copy of a field of a state list, in its shape, on the host."""
+        """A copy of a field of a state list, in its shape, on the host. The ranks have met (`meet_for_states`)."""
         self._ask(Act.READ_STATE, tensor=tensor, what=f"the optimizer state of {self.name_of(tensor)!r} is read")
         with unseen(), torch.no_grad(), self.standstill.still():
             run = self.state.run
-            self._meet_others(tensor, field)
             value = run.contents.exchange.joined(tensor, run.contents.slots.source(tensor, field), field)
         return value.reshape(run.contents.slots.shape(tensor, field))
 
-    def _meet_others(self, tensor: int, field: str) -> None:
-        run, ranks = self.state.run, self.state.ranks
-        if ranks is not None and run.contents.sliced:
-            fields = ("param", *fields_of(run.plan.layout.states_of(run.timetable.chunk_of[tensor])))
-            ranks.come_to_read(tensor + fields.index(field) / len(fields))
+    def meet_for_states(self) -> None:
+        """Once for all states of a state dict."""
+        self._meet_others(-1)
+
+    def _meet_others(self, tensor: int) -> None:
+        """tensor: whose parameter all read; -1: all states."""
+        ranks = self.state.ranks
+        if ranks is not None and self.state.run.contents.sliced:
+            ranks.come_to_read(tensor)
 
     def own_slice(self, chunk: int) -> torch.Tensor:
         """A copy of this rank's slice of a chunk's parameters, flat, on the host."""
