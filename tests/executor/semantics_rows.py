@@ -31,7 +31,7 @@ from executor.models import enable_checkpointing
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Kind
 from pstar_sim.policy.registry import find_policy
-from pstar_sim.workload.workload import with_optimizer
+from pstar_sim.workload.workload import Workload, with_optimizer
 
 _spec = importlib.util.spec_from_file_location("executor_test_kit", Path(__file__).parent / "conftest.py")
 assert _spec is not None and _spec.loader is not None
@@ -166,6 +166,10 @@ class Plain:
                         p.copy_(self.value[name])
 
 
+CAPTURED: dict[tuple[Any, ...], Workload] = {}
+"""One micro-batch of `gpt2()`, which most rows train, by what its capture depends on."""
+
+
 def plan_for(case: Case, model: nn.Module, batch: Any, policy: str, spec: executor.AdamW) -> Plan:
     """A tight plan of the case: from a trace under fake tensors, or from a recorded iteration."""
     first = next(iter(batch.values()))
@@ -181,8 +185,15 @@ def plan_for(case: Case, model: nn.Module, batch: Any, policy: str, spec: execut
             model, [batch] * case.micro_batches, machine, name="row", optimizer=spec, loss=loss, timed=0, **sizes
         )
     else:
-        w = executor.capture_module(model, batch, name="row", loss=loss, **sizes)
-        w = kit.repeat_micro_batch(w, case.micro_batches)
+        key = (case.inside, case.loss, next(model.parameters()).dtype, first.shape)
+        checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+        shared = type(model).__name__ == "GPT2LMHeadModel" and not checkpoints
+        one = CAPTURED.get(key) if shared else None
+        if one is None:
+            one = executor.capture_module(model, batch, name="row", loss=loss, **sizes)
+        if shared:
+            CAPTURED[key] = one
+        w = kit.repeat_micro_batch(one, case.micro_batches)
     if case.groups is not None:
         groups = executor.descriptions.group_of(spec.groups(model))
         w = replace(w, tensors=executor.moments.recorder.describe_parameters(model, groups)[0])
