@@ -5,12 +5,12 @@ Rows, each as the flags or the file of its framework, which `--like` reads (fram
 - megatron_golden.csv: the largest allocated bytes of the last rank, which has the last stage, in Megatron-LM's
   functional tests on 8 A100s. The vocabulary is GPT-2's, padded to 128 times tp, where the file names none.
 - layouts.csv: SimuMax's runs of Megatron-LM on 8 B200s (largest allocated bytes of a rank; milliseconds), BigScience's
-  (memory as nvidia-smi shows it, whether it ran out), Megatron-Bridge's containers in BF16 and torchtitan's table
-  (tokens/s; peak).
+  (memory as nvidia-smi shows it, whether it ran out), Megatron-Bridge's containers in BF16, torchtitan's table
+  (tokens/s; peak), and the iterations of Korthikanti et al., 2022, that recompute attention alone or all.
 
 Predicted are the largest bytes of the plan, of the last stage or of any, without the CUDA context and the allocator's
-own. Of many micro-batches one more is planned than there are stages, where every stage has its peak, and for seconds
-those of layouts.py. What a row has that is not predicted puts it out of scope, with the reason.
+own. Of many micro-batches one more is planned than there are stages (interleaved, two per stage), where every stage has
+its peak, and for seconds those of layouts.py. What a row has beyond that puts it out of scope, with the reason.
 
 "trillion" is Whale's claim (Jia et al., 2022): a model of a trillion parameters with experts on 480 V100s of 32 GB, of
 24 layers of 960 experts, 1,024 wide, with three matrices of 14,128 each (assumed).
@@ -20,6 +20,7 @@ those of layouts.py. What a row has that is not predicted puts it out of scope, 
 
 from __future__ import annotations
 
+import argparse
 import csv
 import statistics
 import time
@@ -46,8 +47,6 @@ from pstar_sim.workload.parallelism import Parallelism
 GOLDEN = "megatron_golden.csv"
 FLAGS = {key.path for key in megatron.KEYS}
 NOT_PREDICTED = {
-    "num-layers-per-virtual-pipeline-stage": "an interleaved schedule",
-    "num-virtual-stages-per-pipeline-rank": "an interleaved schedule",
     "decoder-last-pipeline-num-layers": "stages of other depths than equal ones",
     "use-megatron-fsdp": "Megatron's own FSDP",
     "swiglu": "a gpt with gated layers",
@@ -94,7 +93,8 @@ class Row:
                 return plan(count).iteration_s
             one, other = plan(few // 2).iteration_s, plan(few).iteration_s
             return other + (count - few) * (other - one) / (few - few // 2)
-        timelines = plan(min(count, spread.pipeline + 1)).timelines
+        enough = spread.pipeline + 1 if spread.virtual == 1 else few
+        timelines = plan(min(count, enough)).timelines
         peaks = [timeline.peak_bytes["gpu"] for timeline in timelines]
         return float(peaks[-1] if self.kind == "peak of the last stage" else max(peaks))
 
@@ -137,8 +137,7 @@ def _golden(line: Mapping[str, str]) -> Row:
 
 def published() -> Iterator[Callable[[], Row]]:
     for line in _table("layouts.csv"):
-        if not line["system"].startswith("Megatron-LM (K"):
-            yield lambda line=line: _published(line)  # type: ignore[misc]
+        yield lambda line=line: _published(line)  # type: ignore[misc]
 
 
 _MODELS = {
@@ -155,27 +154,27 @@ _NODES = {
 def _published(line: Mapping[str, str]) -> Row:
     system = line["system"].partition(" ")[0]
     source = {"Megatron-DeepSpeed": "tr11", "Megatron-LM": "SimuMax"}.get(system, system)
+    source = "Korthikanti" if "Korthikanti" in line["system"] else source
+    gpt = source in ("tr11", "Korthikanti")
     degrees = {name: int(line[name] or 1) for name in ("tp", "pp", "cp", "ep", "vp")}
     gpus, sequence, batch = int(line["gpus"]), int(line["seq_len"]), int(line["mbs"])
     name = " ".join((line["model"], line["hardware"], *(f"{k}={v}" for k, v in degrees.items()), line["metric"]))
-    if degrees["vp"] > 1 or "interleaved" in line["note"]:
-        raise OutOfScope(f"{name}: an interleaved schedule")
     layers, hidden, heads = map(int, line["layers_hidden_heads"].split("/"))
-    node = "a100-80x8" if source == "tr11" else _NODES.get(line["hardware"])
+    node = "a100-80x8" if gpt else _NODES.get(line["hardware"])
     if line["model"].startswith("deepseek"):
         raise OutOfScope(f"{name}: the file does not say which of its layers have experts")
     if node is None:
         raise OutOfScope(f"{name}: no such machine in the catalog")
-    if source != "tr11" and line["model"] not in _MODELS:
+    if not gpt and line["model"] not in _MODELS:
         raise OutOfScope(f"{name}: no such model in the catalog")
     local = load_machine(node).local_ranks
     machine = load_machine(node, gpus=min(gpus, local), nodes=max(1, gpus // local), gpu_memory="400GB")
-    whole = model_entry("gpt2-xl" if source == "tr11" else _MODELS[line["model"]])
+    whole = model_entry("gpt2-xl" if gpt else _MODELS[line["model"]])
     shape = structs.replace(whole, layers=layers)
-    if source == "tr11":
+    if gpt:
         sizes = {"hidden": hidden, "heads": heads, "kv_heads": heads, "ffn": 4 * hidden, "vocab": 51_200}
         shape = structs.replace(shape, **sizes, max_seq=sequence)
-    changes: dict[str, object] = {"attention": "math"} if source == "tr11" else {}
+    changes: dict[str, object] = {"attention": "math"} if gpt else {}
     if source == "torchtitan":
         changes["products"] = "fp8"
         content = {
@@ -184,6 +183,7 @@ def _published(line: Mapping[str, str]) -> Row:
             "parallelism": {
                 "tensor_parallel_degree": degrees["tp"], "context_parallel_degree": degrees["cp"],
                 "pipeline_parallel_degree": degrees["pp"],
+                "pipeline_parallel_schedule": "Interleaved1F1B" if "interleaved" in line["note"] else "1F1B",
             },
         }  # fmt: skip
         configuration = torchtitan.read(content, name)
@@ -192,15 +192,20 @@ def _published(line: Mapping[str, str]) -> Row:
             f"--micro-batch-size {batch} --global-batch-size {line['gbs']} --seq-length {sequence} "
             f"--tensor-model-parallel-size {degrees['tp']} --pipeline-model-parallel-size {degrees['pp']} "
             f"--context-parallel-size {degrees['cp']} --expert-model-parallel-size {degrees['ep']} "
-            f"--use-distributed-optimizer {'--fp16' if source == 'tr11' else '--bf16'} "
+            f"{'--fp16' if gpt else '--bf16'} "
         )
-        flags += "--recompute-granularity full " if line["recompute"] == "full" else ""
-        flags += "--sequence-parallel" if source in ("SimuMax", "Megatron-Bridge") and degrees["tp"] > 1 else ""
+        flags += "" if line["shard"] == "none" else "--use-distributed-optimizer "
+        recompute = line["recompute"].partition(" ")[0]
+        flags += f"--recompute-granularity {recompute} " if recompute in ("full", "selective") else ""
+        flags += f"--num-virtual-stages-per-pipeline-rank {degrees['vp']} " if degrees["vp"] > 1 else ""
+        sequence_parallel = source in ("SimuMax", "Megatron-Bridge") or "sequence" in line["recompute"]
+        flags += "--sequence-parallel" if sequence_parallel and degrees["tp"] > 1 else ""
         configuration = megatron.read(flags, name)
     value, metric = float(line["value"]), line["metric"]
     tokens = int(line["gbs"] or batch * (gpus // degrees["tp"] // degrees["pp"] // degrees["cp"])) * sequence
     kinds: dict[str, tuple[str, float]] = {
         "iter_ms": ("seconds", value / 1e3),
+        **({"iter_s": ("seconds", value)} if source == "Korthikanti" else {}),
         "tokens_per_s_per_gpu": ("seconds", tokens / gpus / value),
         "gpu_max_alloc_GiB": ("peak", value * GIB),
         "gpu_peak_GiB": ("peak", value * GIB),
@@ -242,6 +247,9 @@ def trillion() -> list[dict[str, object]]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", metavar="SOURCE", help="print the rows of one source and write nothing")
+    only = parser.parse_args().only
     errors: dict[tuple[str, str], list[float]] = {}
     rows: list[dict[str, object]] = []
     out_of_scope: Counter[str] = Counter()
@@ -250,6 +258,8 @@ def main() -> None:
         begin = time.process_time()
         try:
             row = make()
+            if only not in (None, row.source):
+                continue
             key = repr(replace(row, name="", value=0.0, configuration=replace(row.configuration, notes=())))
             if key not in known:
                 known[key] = row.predict()
@@ -277,11 +287,9 @@ def main() -> None:
         print(f"{source}, {kind}: {said}")
     for words, count in out_of_scope.items():
         print(f"out of scope: {words} ({count})")
-    print(
-        write_result(
-            "layouts_memory", {**figures, "trillion": trillion(), "predicted": rows, "out_of_scope": dict(out_of_scope)}
-        )
-    )
+    if only is None:
+        figures |= {"trillion": trillion(), "predicted": rows, "out_of_scope": dict(out_of_scope)}
+        print(write_result("layouts_memory", figures))
 
 
 if __name__ == "__main__":
