@@ -652,7 +652,7 @@ MEMORY_OF = {
     "Megatron-Bridge": "Megatron-Bridge, gpt-oss-120b on 64 GPUs",
     "SimuMax": "SimuMax, Llamas cut to 8 B200s",
     "tr11": "BigScience, as nvidia-smi shows it",
-    "Korthikanti": "Korthikanti et al., three of four interleaved, A100",
+    "Korthikanti": "Korthikanti et al., interleaved up to 530B, A100",
     "torchtitan": "torchtitan in fp8, H100",
 }
 

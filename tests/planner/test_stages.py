@@ -742,13 +742,13 @@ def test_of_many_micro_batches_the_fastest_way_alone_has_all() -> None:
 
 def test_random_sets_are_proved_and_keep_their_bytes_under_jitter() -> None:
     rng = random.Random(40)
-    for _ in range(6):
+    for _ in range(8):
         job = Job(
             model=rng.choice(["tiny-gpt2", "gpt2"]), batch=1, seq=rng.choice([16, 64]), micro_batches=rng.randint(1, 5),
             checkpointing=rng.random() < 0.5,
         )  # fmt: skip
         machine = load_machine("a100-40x8", gpus=2, gpu_memory=rng.choice(["40GB", "1.9GB"]))
-        one = Parallelism(pipeline=2, schedule=rng.choice(["1f1b", "gpipe"]))
+        one = Parallelism.parse(rng.choice(["pp=2", "pp=2,schedule=gpipe", "cp=2", "tp=2,sp"]))
         try:
             planned = plan_stages(job, machine, rng.choice(["tide", "all_on_gpu"]), one)
         except DoesNotFit:
