@@ -18,7 +18,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -128,7 +127,7 @@ def in_schedule(parts: Sequence[Part], cells: Sequence[Sequence[Cell]], stage: i
         for crossing, n, begin in found
     ]
     moments = _with_borders(moments, crossed)
-    borders = sorted((border for _, border in crossed), key=partial(_place, timed=bool(arrivals)))
+    borders = sorted((border for _, border in crossed), key=lambda b: (b.behind, not b.receives, _ONCE.get(b.what, 0)))
     begins = list(accumulate((len(one.tensors) for one, _ in parts), initial=0))
     uses = [
         Use(moment=first[n] + use.moment - row[0], tensor=begins[cell.part] + use.tensor, kind=use.kind)
@@ -145,10 +144,6 @@ def in_schedule(parts: Sequence[Part], cells: Sequence[Sequence[Cell]], stage: i
         borders=tuple(borders),
         order=Order.PIPELINED,
     )
-
-
-def _place(border: Border, *, timed: bool) -> tuple[int, bool, int]:
-    return border.behind, not border.receives, 0 if timed and border.receives else _ONCE.get(border.what, 0)
 
 
 def _passes(body: Sequence[Moment]) -> tuple[range, range]:
@@ -196,13 +191,10 @@ def _arrivals(cells: Sequence[Sequence[Cell]], stage: int) -> dict[tuple[int, st
     arrivals = {}
     for n, (u, backward, k) in enumerate(cells[stage]):
         s = k * stages + stage
-        received = {"gradients" if backward else "activations": (s + 1 if backward else s - 1, u, backward)}
-        if backward and s == 0:
-            received = {"gradients": (1, u, True), "tied gradients": (stages * parts - 1, u, True)}
-        for what, key in received.items():
-            if key in end:
-                during = min(bisect_right(begin[stage], end[key]), n) - 1
-                arrivals[n, what] = _Arrival(end[key], max(0, during))
+        made = end.get((s + 1 if backward else s - 1, u, backward))
+        if made is not None:
+            during = min(bisect_right(begin[stage], made), n) - 1
+            arrivals[n, "gradients" if backward else "activations"] = _Arrival(made, max(0, during))
     return arrivals
 
 
@@ -228,9 +220,11 @@ def _border(
     """begin: moment of the pass in its part.
     arrival: None: during the cell before.
     """
-    stages, cell = len(cells), cells[stage][n]
+    stages, cell, several = len(cells), cells[stage][n], any(other.part for other in cells[stage])
     here = first[n] + crossing.moment - begin
-    if not crossing.receives:
+    if crossing.what == "tied gradients" and several and not crossing.receives:
+        behind, until = first[-1] - 1, first[-1]  # they are large, and hold up no other gradients
+    elif not crossing.receives:
         behind, until = here, first[min(n + 2, len(first) - 1)]
     elif arrival is not None:
         behind, until = first[arrival.during], here + 1
@@ -241,7 +235,6 @@ def _border(
     ahead = (crossing.what in _FORWARD) != crossing.receives  # whether the peer comes behind this stage
     far = stages - 1 if ahead else 0
     own = cell.part * stages + stage
-    several = any(other.part for other in cells[stage])
     return Border(
         peer=far if crossing.what in _ONCE else (stage + 1 if ahead else stage - 1) % stages,
         receives=crossing.receives,
