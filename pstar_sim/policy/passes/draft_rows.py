@@ -151,4 +151,4 @@ class DraftRows:
 
 def ends_of(refs: Iterable[int]) -> After:
     """An `after` that waits for these rows of the same iteration."""
-    return tuple((row, 0) for row in refs)
+    return tuple([(row, 0) for row in refs])

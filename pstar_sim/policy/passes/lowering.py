@@ -40,14 +40,15 @@ def draft_of(schedule: Schedule) -> Draft:
         for n in one.behind_at:
             behind[n].append(one)
     for n, position in enumerate(schedule.positions):
-        waits = [row for one in before.get(n, ()) for row in one.before(n)]
+        waits = [row for one in before[n] for row in one.before(n)] if n in before else ()
         if position.chunk >= 0:
             here = updates.update(position.chunk, waits)
         else:
             here = _moments(rows, n, waits)
         rows.end(here)
-        for one in behind.get(n, ()):
-            one.behind(n, here)
+        if n in behind:
+            for one in behind[n]:
+                one.behind(n, here)
         rows.leave()
     gradients.close()
     updates.close()
