@@ -133,6 +133,14 @@ def test_a_window_that_was_given_up_is_slower_than_the_one_chosen_and_than_was_s
         assert seconds > auto.predictions["policy_iteration_s"]
 
 
+def test_a_window_whose_first_iterations_are_slow_is_not_given_up() -> None:
+    """Windows of 24 and 25 begin slower than one of 28, and end faster."""
+    w, m = ps.preset("gpt2-xl", batch=1, seq=1024), ps.machine("v100-32x8")
+    auto, all_layers = (find_policy(f"stronghold{window}")(w, m, Settings()) for window in ("", ":window=28"))
+    assert auto.choices["window"] == "24 of 28 groups of the 48 layers that share chunks (28 would fit)"
+    assert auto.predictions["policy_iteration_s"] < 0.99 * all_layers.predictions["policy_iteration_s"]
+
+
 def test_a_layer_is_a_numbered_module_and_what_is_outside_stays() -> None:
     w = ps.preset("1B", batch=1, seq=256)
     plan = find_policy("stronghold:window=2")(w, ps.machine("v100-32"), EAGER)

@@ -97,15 +97,15 @@ def attempt_course(
     else:
         draft = draft_of(schedule)
     left_out = left_out_of(course.job, draft, times_left_out) if times_left_out else None
-    return Attempt(course, schedule, draft, window_within(limit_s, draft, left_out), left_out)
+    window = least_window(draft, left_out)
+    if window.iteration_s <= limit_s:
+        window = choose(draft, limit_s=limit_s - (left_out.least_s if left_out is not None else 0.0))
+    return Attempt(course, schedule, draft, window, left_out)
 
 
-def window_within(limit_s: float, draft: Draft, left_out: LeftOut | None = None) -> Window:
-    """Without events, and with a lower bound, if the iteration takes longer."""
-    least_s = max(_work_s(draft, left_out).values())
-    if least_s > limit_s:
-        return Window(least_s, [], draft.gpu_free_bytes, draft.host_free_bytes)
-    return choose(draft, limit_s=limit_s - (left_out.least_s if left_out is not None else 0.0))
+def least_window(draft: Draft, left_out: LeftOut | None = None) -> Window:
+    """Without events: the busiest queue's work, which no order undercuts."""
+    return Window(max(_work_s(draft, left_out).values()), [], draft.gpu_free_bytes, draft.host_free_bytes)
 
 
 def _work_s(draft: Draft, left_out: LeftOut | None) -> dict[Queue, float]:

@@ -8,10 +8,11 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
+from pstar_sim.core.choose import choose
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
 from pstar_sim.errors import CannotPlan, DoesNotFit
-from pstar_sim.policy.family.attempt import Attempt, window_within
+from pstar_sim.policy.family.attempt import Attempt, least_window
 from pstar_sim.policy.family.course import Course, Knobs
 from pstar_sim.policy.family.disks import with_disks
 from pstar_sim.policy.kit.job import Job
@@ -77,7 +78,7 @@ def schedule_visits(
     """`plan_visits` without steps. Raises its errors.
 
     gpu_bytes: model data and tide, by default the GPU's budget.
-    limit_s: of an iteration; a longer one is given up (`window_within`).
+    limit_s: an iteration with more work on any queue is not scheduled (`least_window`).
     """
     prefetch = job.point.prefetch if prefetch is None else prefetch
     adam = job.point.adam if adam is None else adam
@@ -100,7 +101,9 @@ def schedule_visits(
     schedule = replace(course.schedule(), prefetch=prefetch, adam=adam, room=room, lists_at_once=lists_at_once)
     draft = draft_of(schedule)
     draft.gpu_free_bytes -= spare
-    window = window_within(limit_s, draft)
+    window = least_window(draft)
+    if window.iteration_s <= limit_s:
+        window = choose(draft)
     if window.stuck is not None:
         _, place, wanted, free = window.stuck
         raise _short(job, Place(place), max(1, wanted - free), "the visits, in the order that was chosen")

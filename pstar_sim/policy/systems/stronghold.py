@@ -212,7 +212,7 @@ class _Solver:
 
     def best(self) -> int:
         """The smallest window as fast as the fastest: the largest and powers of two, then halfway between the best and
-        its neighbours. Smaller windows are mostly slower, so most of these are given up early. Where any plan will do,
+        its neighbours. Smaller windows, whose copies alone often take longer, come last. Where any plan will do,
         the largest that fits leaves least on the host. Raises DoesNotFit if none fits."""
         most = self.most()
         for w in sorted({most, *(1 << n for n in range(most.bit_length()))}, reverse=True):
