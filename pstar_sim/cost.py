@@ -1,36 +1,31 @@
 """Seconds and host-memory traffic of a step that runs alone; the simulator decides what sharing costs.
 
 [Note: which rate computes a moment]
-1. A moment recorded on this very machine (`workload.recorded_on == machine.name`) lasts the measured seconds. A moment
-   of a job that stands for the jobs of unlike GPUs (`bounds.shares.tightest`, recorded on `slowest_of(machine)`) lasts
-   the seconds of the slowest rank.
-2. The seconds of every other moment follow from one formula for all machines:
+1. A moment recorded on this very machine (`workload.recorded_on == machine.name`) lasts the measured seconds; one of a
+   job that stands for those of unlike GPUs (`bounds.shares.tightest`, recorded on `slowest_of(machine)`) the slowest
+   rank's.
+2. Every other moment, on all machines:
        kernels = products by shape + other flops / rate + other bytes / bandwidth + launch_s
        seconds = max(kernels, framework.seconds(operators)) + framework.wait_s
-   Large products and element-wise operators of a module run one after the other, so their times add, as do collectives
-   of the ranks that split a layer, which are operators too. Python runs ahead of the GPU, so only the longer counts.
-   The wait for hooks adds to both.
-   - If the GPU has figures of products by shape (`gpu.products`) and the moment names its products, each product
-     lasts the seconds of its shape (catalog/product_shape.py), and each call of fused attention the seconds of its
-     kernel (catalog/attention_rates.py). Where fused attention is not named, all other flops run at its share of the
-     rate.
-   - If `pstar calibrate` measured the machine, the rate is that of a product as large as the moment's, and the
-     bandwidth is that of a training step's operators. The bytes then include the engine's work on gradients that
-     arrive.
-   - Products of a layer that are cast to fp8 (`Workload.products`) run at the GPU's rate for it and read a byte per
-     element.
+   Large products, element-wise operators and collectives of the ranks that split a layer run one after the other, so
+   their times add. Python runs ahead of the GPU, so only the longer counts; the wait for hooks adds to both.
+   - If the GPU has figures of products by shape (`gpu.products`), each product that the moment names lasts the seconds
+     of its shape (catalog/product_shape.py), each call of fused attention those of its kernel
+     (catalog/attention_rates.py). Where fused attention is not named, all other flops run at its share of the rate.
+   - If `pstar calibrate` measured the machine, the rate is that of a product as large as the moment's, the bandwidth
+     that of a training step's operators, and the bytes include the engine's work on arriving gradients.
+   - Products cast to fp8 (`Workload.products`) run at its rate and read a byte per element.
    - A moment without flops and bytes (the optimizer step's) takes no time.
-   - If a GPU's rates are those of whole iterations (`gpu.launch_s` is None), the rate includes operators, launches and
-     Python: the moment lasts flops / rate.
+   - If a GPU's rates are those of whole iterations (`gpu.launch_s` is None), they include all else: the moment lasts
+     flops / rate.
 
-A dtype that the catalog lacks for the GPU (bf16 forced on a V100) has the rate of the other 2-byte dtype, or of fp32.
-The hardware would have to emulate it, so the prediction is too fast.
+A dtype that the catalog lacks for the GPU (bf16 forced on a V100) has the rate of the other 2-byte dtype, or of fp32:
+too fast, as the hardware has to emulate it.
 
-[Note: adds on the GPU] If gradients of several micro-batches add up on the GPU (in "grad32"), each gradient but a
-tensor's first is added to the sum when it arrives. The GPU reads gradient and sum and writes the sum, 10 bytes per
-parameter of a 2-byte dtype, and the moment of arrival lasts that much longer, at the bandwidth of the HBM (of
-operators, if measured). The plan chooses these adds, so they are not in `moments_s`, but recorded seconds include them.
-The model leaves out the add of a reduce_scatter on a sliced layout.
+[Note: adds on the GPU] If gradients of several micro-batches add up on the GPU (in "grad32"), each but a tensor's first
+is added when it arrives: that moment also reads gradient and sum and writes the sum, 10 bytes per parameter of a 2-byte
+dtype, at the bandwidth of the HBM (of operators, if measured). The plan chooses these adds, so they are not in
+`moments_s`, but recorded seconds include them. The add of a reduce_scatter on a sliced layout is not modelled.
 
 [Note: adds in updates] An update with gradients in several lists first adds them up (`folded_lists` in
 core/effects.py), each but one with the seconds and traffic of an add, on the host of a cpu_add. On several ranks this
@@ -43,17 +38,16 @@ raises VERSION, and `pstar check` wants older files planned again.
 (`Machine.adam_params_per_s`) and disks, which all use at once. A named rank has its own link; else the figures are a
 policy's: the weakest GPU and link, and what is left of a PCIe switch when all its ranks copy.
 
-[Note: collectives] A gather and a reduce-scatter of S bytes (all slices) over P ranks go round a ring, inside each
-node, then between nodes. Every rank sends and receives (P-1)/P of S, so
+[Note: collectives] A gather or reduce-scatter of S bytes (all slices) over P ranks goes round a ring, inside each node,
+then between nodes:
     seconds = (L-1) * latency inside + (N-1) * latency between + (P-1)/P * S / (rate of the slowest hop)
-with N nodes of L ranks. A hop between nodes has the node's whole network rate. The P ranks are those that slice a
-chunk; if fewer than the machine's (hybrid sharding), they are neighbours, and each such group is a replica. Of e ranks
-that share experts every e-th has the same: such groups lie across each other, and share what they pass. A
-reduce-scatter then also adds each slice over the R replicas, twice a ring over R ranks, at the same time as a node's
-other slices. A hop measured by size (`Fabric.table`) has the rate of S. Without a peer link, hops in a node use the
-GPUs' links (and a shared PCIe switch), at the GPU's `peer_share`; the model leaves out that this slows copies to the
-host. Collectives take a part of the GPU from compute ([Note: compute beside collectives] in core/rules.py); copies take
-1 % of an iteration at most (benchmarks/overlap.py).
+with N nodes of L ranks. A hop between nodes has the node's whole network rate, one measured by size (`Fabric.table`)
+the rate of S. If fewer than the machine's ranks slice a chunk (hybrid sharding), they are neighbours, each such group a
+replica, and a reduce-scatter also adds each slice over the R replicas, twice a ring over R ranks, at the same time as a
+node's other slices. Of e ranks that share experts every e-th has the same: such groups lie across each other, and share
+what they pass. Without a peer link, hops in a node use the GPUs' links (and a shared PCIe switch), at the GPU's
+`peer_share`; that this slows copies to the host is not modelled. Collectives take a part of the GPU from compute
+([Note: compute beside collectives] in core/rules.py); copies take 1 % of an iteration at most (benchmarks/overlap.py).
 """
 
 from __future__ import annotations
@@ -149,8 +143,8 @@ def gradient_traffic_bytes(w: Workload, moment: int) -> int:
 
 
 def cost_of(workload: Workload, machine: Machine, layout: Layout) -> CostModel:
-    """The same for the same three objects, so a job's policies and the simulator share results. A machine with other
-    rates has to be another object (`dataclasses.replace`)."""
+    """One object for the same three, so a job's policies and the simulator share results. Other rates need another
+    machine object (`dataclasses.replace`)."""
     known = workload.derived.get(_COST)
     if not (isinstance(known, CostModel) and known.machine is machine and known.layout is layout):
         workload.derived[_COST] = known = CostModel(workload, machine, layout)
@@ -243,8 +237,7 @@ def _final_moments(w: Workload) -> dict[tuple[int, int], int]:
 
 
 def _link_of_pins(link: Link, machine: Machine, layout: Layout) -> Link:
-    """Where only a part of memory can be pinned: that share of parameters and states passes at the link's rates, the
-    rest pageable. Rates are means over all bytes."""
+    """Means over parameters and states, of which only a part can be pinned; the rest is pageable."""
     can_pin = machine.pinned_budget_bytes
     if can_pin is None or link.pageable_bytes_per_s is None:
         return link

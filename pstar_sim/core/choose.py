@@ -5,14 +5,12 @@ It gives the order and the window from which memory edges are made; `follow` the
 smallest key.
 
 [Note: what follows at once] A row that follows another row at once (`DraftRow.behind`) frees its bytes, and lets other
-rows start, in the instant in which the other row ends. It is a part of the other row while the order is chosen, and a
-row of its own in the window.
+rows start, in the instant in which the other row ends. While the order is chosen it is a part of the other row.
 
 [Note: fetching ahead] A fetch (or gather) for the use at compute position u may start if, at every position up to u,
 the room that is not needed otherwise (`Draft.room`) holds its bytes, and a lead unless it is the earliest of its queue
-that has not started. So memory is reserved when a copy starts, and the last slots stay free for urgent copies. Without
-`room`, a step may take bytes before earlier steps of the draft only if these could still run one after the other in the
-remaining room (the banker's rule).
+that has not started. So the last slots stay free for urgent copies. Without `room`, a step may take bytes before
+earlier steps of the draft only if these could still run one after the other in the remaining room (the banker's rule).
 
 [Note: a window again] If an iteration begins in the state of the one before it, the same steps follow in the same
 order, and only the clock is advanced over them: the same seconds, added in the same order, are bit-identical. If

@@ -1,8 +1,8 @@
 """Columns of a draft: what `choose` reads, one entry per row, unchanged while it advances.
 
-Plain numbers stand for the hundreds of thousands of steps. Op i of iteration k has three numbers: k * count + i where
-it runs; k * count + rank (its place among the sorted keys) where it is ready; and in the log twice the first number,
-plus 1 for its end. An op is a row and its parts ([Note: what follows at once] in choose.py).
+Steps are plain numbers. Op i of iteration k has three numbers: k * count + i where it runs; k * count + rank (its place
+among the sorted keys) where it is ready; and in the log twice the first number, plus 1 for its end. An op is a row and
+its parts ([Note: what follows at once] in choose.py).
 """
 
 from __future__ import annotations

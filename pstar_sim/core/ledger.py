@@ -3,9 +3,9 @@
 There are three books, all by the table EFFECTS in core/step.py: `Moves`, for the simulator, books a whole run of a
 plan; `Holdings`, for policies, steps that run one after the other; `Ledger`, for the executor, one move at a time.
 
-[Note: categories] The list of a payload gives its category, "param", "grad" or "states", with one exception. After the
-last gradient of a chunk has overwritten its working list in place, that payload (and its copies) counts as "grad",
-until an update turns it into parameters again or its memory is freed.
+[Note: categories] The list of a payload gives its category, "param", "grad" or "states". But once the last gradient of
+a chunk has overwritten its working list, that payload (and its copies) counts as "grad" until an update or the end of
+its memory.
 
 [Note: booked at once] Bytes do not decide when a step starts, so a run is booked after it happened. Of its entries by
 payload, the last TAKE or FREE says whether a payload was there, and its last entry with a category which it had.

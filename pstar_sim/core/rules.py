@@ -3,20 +3,18 @@
 [Note: shared rates] A copy or a CPU Adam alone progresses at speed 1 (nominal seconds per second). On a half-duplex
 link, concurrent h2d and d2h get half each. If steps together want more bytes per second than host DRAM has, all slow
 down by the same factor: DRAM bandwidth / sum of demands. A demand is DRAM bytes over nominal seconds, at the speed on
-the link. On a calibrated machine steps also slow each other by measured factors (`Machine.slowdowns`): speed 1 /
-product of the factors of those that run together. A step busy for a part `duty` of its time (a copy over a throttled
-link) counts by that part, and is slowed only if its busy part outgrows the rest. Both rules describe the same shortage,
-so the lower speed holds.
+the link. On a calibrated machine steps also slow each other by measured factors (`Machine.slowdowns`), to 1 / their
+product. A step busy for a part `duty` of its time (a copy over a throttled link) counts by that part, and is slowed
+only if its busy part outgrows the rest. Both rules describe one shortage, so the lower speed holds.
 
 [Note: compute beside collectives] Compute takes `Rates.compute_while_net` times as long while a collective runs, by the
 framework (`Framework.net_loss`); on a calibrated machine this is one of the factors above.
 
 [Note: when an iteration is steady] Iteration k is steady when the time between a step's end in k-1 and its end in k is
-the same for every step (to 1e-9 of the period). The plan then repeats for ever. Equal distances of last compute steps
-would not suffice: they hide a CPU Adam that falls behind a little each iteration. A plan that never becomes steady
-(such a backlog, or jitter) gets its slowest queue's pace over the later half of the run. While a schedule is chosen,
-steps of a window may still change places: two successive windows have to contain every step once and take equally long
-(`agree`).
+the same for every step (to 1e-9 of the period). The compute steps alone would hide a CPU Adam that falls behind a
+little each iteration. A plan that never becomes steady (such a backlog, or jitter) gets its slowest queue's pace over
+the later half of the run. While a schedule is chosen, steps may still change places: two successive windows have to
+contain every step once and take equally long (`agree`).
 """
 
 from __future__ import annotations

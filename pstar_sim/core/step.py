@@ -1,8 +1,7 @@
 """Step: one action of a plan on one queue, and its one-line text form.
 
-[Note: what a step does to memory] Everything that follows a plan does so by the table EFFECTS. Lists that a step reads
-have to be there when it starts; it takes bytes when it starts and frees them when it ends. The table leaves out three
-things:
+[Note: what a step does to memory] All that follows a plan does so by the table EFFECTS. Lists that a step reads have to
+be there when it starts; it takes bytes when it starts and frees them when it ends. The table leaves out:
 
 - Moments: a compute step needs its chunks on the gpu, takes the tide's rise when it starts and frees the tide's fall
   when it ends.
@@ -13,8 +12,7 @@ things:
   gradient.
 - Stashes and borders: a stash, the activations that a block's forward keeps, is no chunk's list. Its bytes on the gpu
   are part of the tide; its room on the host is held throughout. So are the bytes that pipeline stages send, whose sends
-  and receives begin and end together. [Note: stashes] and
-  [Note: borders] in workload/workload.py.
+  and receives begin and end together ([Note: stashes], [Note: borders] in workload/workload.py).
 
 [Note: several ranks] Every rank runs the same program. With Layout.ranks = P > 1 a chunk's list is this rank's slice,
 1/P, and "remote" (beside "param") and "grad_remote" (beside "grad") are all others'. A chunk is read as a whole, and
@@ -22,9 +20,8 @@ its gradient arrives as a whole: in "param" and "remote" (in place, in the last 
 "grad_remote", or with those of other micro-batches in "grad32" and "grad32_remote". gather list=remote brings the
 others' parameters; the own slice has to be current. Once the gradient is complete, reduce_scatter, with the list of the
 others' slices, leaves the sum over all ranks in the own slice; with grad32 on the gpu, a reduced grad_remote is added
-to it too. With Layout.ranks = 1 on several ranks every list is whole on every
-rank (replicated): reduce_scatter and then gather, of the gradient's list, make a complete gradient the sum over all
-ranks.
+to it too. With Layout.ranks = 1 on several ranks every list is whole on every rank: reduce_scatter and then gather, of
+the gradient's list, make a complete gradient the sum over all ranks.
 
 The tide: before moment m the gpu holds peak(m-1) of non-model bytes, in m peak(m). A rise is taken when m starts, a
 fall freed when m-1 ends; before the first moment comes the previous iteration's last.

@@ -1,13 +1,13 @@
 """Ablate: the gain of each idea, from a published schedule to a near-optimal one, one change at a time.
 
 [Note: the ladder] The ladder begins at a published system, by default `patrickstar`. The next line is the point of the
-asynchronous policies (policy/kit/points.py) that is most like the system (`Capabilities.near`). A system without one
-gets the plainest point, which has none of the ideas. There the queues run independently. Then one coordinate after the
-other takes its better values, down to the policy asked about. The gain of a line depends on the lines above it.
-`without` takes one idea out of the policy asked about.
+asynchronous policies (policy/kit/points.py) that is most like the system (`Capabilities.near`), else the plainest, with
+none of the ideas. There the queues run independently. Then one coordinate after the other takes its better values, down
+to the policy asked about. The gain of a line depends on the lines above it. `without` takes one idea out of the policy
+asked about.
 
-A setting that itself makes Adam wait for all gradients has no line for the barrier. Otherwise the ladder first drops
-the barrier, which may gain nothing by itself, and then lets Adam begin early.
+Unless a setting itself makes Adam wait for all gradients, the ladder first drops the barrier, which may gain nothing by
+itself, and then lets Adam begin early.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Balance: the shares of the batch for policies that do not take those of the machine, if its GPUs differ.
 
 A policy may choose the shares itself (`Capabilities.balance`), or be given those with which it is fastest
-(`Capabilities.fastest_shares`). All others take the machine's, equal unless its file gives others. `balances` gives the
-machine with other shares, and each rank's job. Every rank has at least one sequence.
+(`Capabilities.fastest_shares`). All others take the machine's, equal unless its file gives others. Every rank has at
+least one sequence.
 
 [Note: the fastest shares] The bound over shares (bounds/shares.py) gives shares in the order of their bounds. The first
 are planned, at most MOST_PLANNED, until no shares that are left have a bound below the best plan. If none has room, the

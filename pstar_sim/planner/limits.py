@@ -3,9 +3,8 @@
 Only memory counts. [Note: an upper bound of any model] The working list and the states of every parameter lie
 somewhere: w + s bytes per parameter, on the GPUs, the hosts and (for policies that use them) the disks together; no
 search goes beyond. The least memory that a policy needs grows with depth and with batch, except for small drops where
-the chunk size changes. So the search draws a line through the needs of refused depths, and asks next where it meets the
-machine's bytes; without a line, half way. It ends when L fits and L + 1 does not, after few plans, few of them above
-the limit.
+the chunk size changes. So the search asks next where a line through the needs of refused depths meets the machine's
+bytes; without a line, half way. It ends when L fits and L + 1 does not, after few plans, few of them above the limit.
 """
 
 from __future__ import annotations

@@ -3,28 +3,27 @@
 
 [Note: what the host really has to give] A plan counts payloads. A machine has to give more:
 
-- pinned rounding: payloads are carved from slabs that are powers of two (core/slabs.py, the executor's own rule);
+- pinned rounding: slabs are powers of two (core/slabs.py, the executor's own rule);
 - start-up: weights lie beside the slabs until all are in their chunks or on the GPU, loaded as the job says
-  (`workload.loading`; the executor's check before a run counts the same). A job that keeps nothing on the host of a
-  machine with one memory needs no room of its own: the GPU's has more than twice its weights' bytes.
-- the policy's own buffers on the host, taken when the weights are in their chunks, so the larger of the two counts.
+  (`workload.loading`; the executor checks the same). A job that keeps nothing on the host of a machine with one memory
+  needs no room of its own: the GPU's has more than twice its weights' bytes.
+- the policy's own buffers, taken when start-up ends, so the larger of the two counts.
 
-A policy plans with payloads alone, so its plan may take too much; it then plans for a host with less memory
-(`with_room`). Policies whose plans count all of this say so (`Capabilities.counts_host`).
+If a plan takes too much, the policy plans for a host with less memory (`with_room`), unless its plans count all of this
+(`Capabilities.counts_host`).
 
 [Note: less of the host, more on disks] With disks, the smallest plan is that for the least memory for which the policy
-plans at all, which its refusals name. If it has no room, none has, and its need is the answer. If it has room, halving
-finds the plan for the most memory that has, up to (the memory beyond the smallest plan's) / 2 ** HALVES. Its need
-without disks is no answer there.
+plans at all, which its refusals name. If it has no room, none has, and its need is the answer. If it has, halving finds
+the plan with room for the most memory, up to (the memory beyond the smallest plan's) / 2 ** HALVES. Its need without
+disks is no answer there.
 
-[Note: payloads that pass through the host] With disks most payloads only pass through the host, where places of their
-own would take as much memory as lies on the disks. So a plan that uses disks needs slabs for the payloads that never
-leave the host, and the pool of core/slabs.py, to which the executor adds rooms where the disks fall behind. What a
-simulation has on the host beyond the pool counts as such rooms: its peak less permanent payloads, the policy's host
-buffers and the pool. Every other plan needs a place for each payload.
+[Note: payloads that pass through the host] A plan that uses disks needs slabs for the payloads that never leave the
+host and, for those that pass through it, the pool of core/slabs.py, to which the executor adds rooms where the disks
+fall behind: the simulated peak less permanent payloads, the policy's host buffers and the pool. Every other plan needs
+a place for each payload.
 
-The asynchronous policies know their needs before they plan, so their own checks are asked (policy/kit/job.py); if the
-host is short, they pin exactly the chunks for which it has no room. All others are asked for their plan.
+The asynchronous policies know their needs before they plan (policy/kit/job.py); if the host is short, they pin exactly
+the chunks for which it has no room. Others are asked for their plan.
 """
 
 from __future__ import annotations
@@ -271,9 +270,8 @@ def memory_need(
 ) -> Need:
     """Returns the needs on the host. Raises DoesNotFit, even if only rounding or start-up is too much.
 
-    others: whether a policy that tries others, without room itself, has the need of the first other with room.
-    fewest: find the fewest pins, and the plan that the policy would return; False takes any that fit, for a caller who
-        asks only whether one does.
+    others: a policy that tries others, without room itself, has the need of the first with room.
+    fewest: find the fewest pins, and the policy's own plan; False takes any that fit.
     """
     able = can(policy)
     refusal: DoesNotFit | None = None
@@ -543,8 +541,8 @@ def with_large_disks(workload: Workload, machine: Machine) -> Machine:
 def least_gpu_bytes(ask: Callable[[Machine], DoesNotFit | None], machine: Machine) -> int:
     """The smallest budget of each GPU with which a job that fits still fits.
 
-    A refusal names the GPU bytes a policy needs at least, which are asked next. If the host is short (chunks have to be
-    pinned), bisection follows, to a hundredth of a GB.
+    A refusal names the least GPU bytes, which are asked next. If the host is short (chunks have to be pinned),
+    bisection follows, to a hundredth of a GB.
     """
     low, high = 1, machine.gpu_budget_bytes
     for _ in range(MOST_SHORT):

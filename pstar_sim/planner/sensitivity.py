@@ -1,13 +1,12 @@
 """The gain from a tenth more of each part of a machine, or from one more GPU, in time and in the largest model.
 
 Each part is enlarged by itself (`override`), the job is planned and simulated again, and the deepest model of the
-family is searched again. The answer is a difference of predictions, each by the fastest of the policies.
+family is searched again. Each prediction is the fastest policy's.
 
 [Note: better is not worse] The plan for a better machine may turn out slower: policies are heuristics, and a faster
-link takes more DRAM bandwidth from CPU Adam. But a better part can be run as slowly as the old one, so the time with
-more of a part is the least of three: of the fastest plan made for it, of the unchanged plan simulated on it (REPLAYED),
-and the present one (AS_NOW). `how` says which. One more GPU gives every GPU another job, so only a plan made for it
-counts.
+link takes more DRAM bandwidth from CPU Adam. But a better part can run as slowly as the old one, so the time with more
+of it is the least of three: of the fastest plan made for it, of the unchanged plan simulated on it (REPLAYED), and the
+present one (AS_NOW). One more GPU gives every GPU another job, so only a plan made for it counts.
 """
 
 from __future__ import annotations

@@ -1,35 +1,33 @@
 """A job cut into the stages of a pipeline, each planned as a job of its own, and all simulated together.
 
-[Note: which parallelisms] All ways to spread a model are every degree that divides the GPUs, the layers and the
-sequences of an iteration, with the micro-batches asked for (or the nearest number that divides a rank's sequences), and
-with the most, one sequence each: a pipeline then has its smallest bubble, and other ways keep the fewest activations.
-Without a pipeline a quarter as many are tried too: parameters move less often. "auto" takes sequence parallelism
-wherever tensor ranks can split the sequence: the same bytes cross the links, and ranks keep less. Ranks that share the
-sequences hold as much of the model as ranks that split each (cp), and gather no keys, so it takes cp only where the
-sequences are too few for all to share, or where one takes LONG of the GPU. Experts it leaves whole on each rank, or has
-as many ranks share them as a node or all have. Stages have one part, or two (interleaved) with the micro-batches asked
-for. It leaves out pipelines whose bubble, (p-1)/(v m+p-1) of the iteration for v parts, costs more than half of it, and
-plans the others in the order of their bounds: a bound above the fastest plan so far ends it. A way's bound: for any
-stage the first micro-batch has to come through the first parts of the stages before it, the stage computes all
-micro-batches, and the last has to go back; where optimizer steps do not meet, iterations overlap and the stage alone
-counts. "all" plans every way, schedule, two and four parts, and sequence parallelism or not. What is left out is said.
+[Note: which parallelisms] The ways are every degree that divides the GPUs, the layers and the sequences of an
+iteration, with the micro-batches asked for (or the nearest number that divides a rank's sequences), and with the most,
+one sequence each, which gives the smallest bubble and the fewest activations. Without a pipeline also with a quarter as
+many: parameters move less often. "auto" takes sequence parallelism wherever tensor ranks can split the sequence: the
+same bytes cross the links, and ranks keep less. It splits sequences over ranks (cp), which leaves a rank as much of the
+model as sharing them and gathers keys, only where they are too few for all ranks, or one takes LONG of the GPU. Experts
+are whole on each rank, or shared by as many ranks as a node or all have. Stages have one part, or two (interleaved)
+with the micro-batches asked for. Pipelines whose bubble, (p-1)/(v m+p-1) for v parts, is above MOST_BUBBLE are left
+out, the others planned in the order of their bounds until one is above the fastest plan. A way's bound: for any stage
+the first micro-batch comes through the first parts of the stages before it, the stage computes all, and the last goes
+back; where optimizer steps do not meet, iterations overlap and the stage alone counts. "all" plans every way, schedule,
+two and four parts, and sequence parallelism or not.
 
 [Note: few micro-batches] A full pipeline adds the same seconds for every micro-batch. So among several ways, one with
-many micro-batches is planned with one more than it has stages and with two per stage (interleaved: two and three), and
-its seconds follow the line through both, never below its bound. The fastest row is then planned whole, until it is one
-that is: where overlap ends or modes change, the line is too low, and the next row, or a way left out, gets its turn. A
-policy that searches finds other plans for more micro-batches and is planned whole.
+many is planned with one more than it has stages and with two per stage (interleaved: two and three per stage), and its
+seconds follow the line through both, never below its bound. Where overlap ends or modes change, the line is too low; so
+the fastest row is planned whole, until the fastest, ways left out included, is one that is. A policy that searches
+finds other plans for more micro-batches and is planned whole.
 
 [Note: planned again] A policy that orders copies by the cost model's seconds plans a stage as if its receives came at
-once. So its set, once simulated, is planned again, each stage with the seconds that its moments waited for other stages
-added to theirs, and kept if it is faster. Of a comparison of ways, only the fastest is.
+once. So once simulated, each stage is planned again with the seconds that its moments waited for others added to
+theirs, and the faster set kept. Of several ways only the fastest is.
 
-[Note: cut by speed] Whale's rule for stages: each layer goes to the stage that then ends first, by the seconds of the
-cost model for its GPUs, with embedding and head where they are. A stage without room gives one away, until all have
-room.
+[Note: cut by speed] Whale's rule: each layer goes to the stage that then ends first, by the cost model, with embedding
+and head where they are. A stage without room gives one away, until all have room.
 
-A stage has its ranks and, of host memory and bandwidth, cores and disks, its share of a node's GPUs. Ranks of one stage
-follow one another: neighbours in a pipeline are far apart, ranks that share a batch near (Megatron-LM's order).
+A stage has its GPUs' share of the node's host memory, bandwidth, cores and disks. Its ranks follow one another, so
+neighbours in a pipeline are far apart and ranks that share a batch near (Megatron-LM's order).
 """
 
 from __future__ import annotations
@@ -559,7 +557,7 @@ def plan_stages(
     shape: ModelEntry | None = None,
     again: bool = True,
 ) -> PlannedStages:
-    """Plans every stage with the policy and simulates them together.
+    """Plans and simulates all stages.
 
     shape: the model's, if it is not in the catalog.
     again: [Note: planned again].
@@ -636,9 +634,8 @@ def stages_shortage(
     shape: ModelEntry | None = None,
     loading: Loading = WHOLE,
 ) -> DoesNotFit | CannotPlan | None:
-    """Why there is no room in any of the ways, by the one that lacks least; None if it has. Of an even cut the first
-    and last stages decide: others have no more layers than the first, fewer micro-batches in flight, and neither
-    embedding nor head.
+    """Why no way has room, by the one that lacks least; None if one has. Of an even cut the first and last stages
+    decide: others have no more layers than the first, fewer micro-batches in flight, and neither embedding nor head.
 
     shape: as in `ways_of`.
     loading: as in `fits`.

@@ -1,10 +1,9 @@
 """From how many tokens on the copies of a model's layers to the GPU hide behind its computation.
 
 [Note: what hides] Where no layer stays on the GPU, each pass brings all of them, at the width in which they are stored;
-of experts all, whichever the tokens choose. The GPU never waits for the link if the layers compute as long as they
-take to come, by the cost model: about a + b * tokens >= bytes / link rate, where a is dequantisation and launches.
-Where a part of the layers stays, fewer tokens do. Embeddings and head are no layers. docs/how-to/qlora.md has the rule
-of thumb.
+of experts all, whichever the tokens choose. The GPU never waits for the link if the layers compute as long as they take
+to come, by the cost model: about a + b * tokens >= bytes / link rate, where a is dequantisation and launches. Where a
+part of the layers stays, fewer tokens do. Embeddings and head are no layers. Rule of thumb: docs/how-to/qlora.md.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ it: loky (processes here), threading, or one that another package registers:
     with joblib.parallel_config(backend="ray", n_jobs=64):
         ps.sweep("grid.toml", "results.parquet", jobs=None)
 
-Only the calling process writes files, so the workers need not share its disk. Workers need this package, and the files
-that the grid names. Backends that cannot return results one by one get a few groups at a time.
+Only the calling process writes files; workers need this package and the files that the grid names. Backends that cannot
+return results one by one get a few groups at a time.
 """
 
 from __future__ import annotations

@@ -1,24 +1,22 @@
 """Trust: the errors of predicted iteration times, by class of machine.
 
-[Note: classes] A class is a kind of GPU (the first part of its catalog name: "v100", "a100", "h100"), the number of
-GPUs ("one GPU", "node" for several in one node, or "nodes"), the flavour of the kernels (workload/kernels.py), whether
-the model has experts, is in fp32, in a dtype that the GPU lacks units for ("forced dtype") or has adapters, and whether
-the threads of CPU Adam are as a launcher leaves them ("as found"). Captured modules run their operators one by one, as
-eager kernels do. The errors of a class are those of rows of whole iterations to which nothing is fitted ("tested") and
-from which no rule is inferred (`inferred` in scope.toml). `pstar validate --write` keeps them in
-catalog/expected_errors.json. A policy without published runs has the errors of its class.
+[Note: classes] A class is a kind of GPU (the first part of its catalog name), the number of GPUs ("one GPU", "node" or
+"nodes"), the flavour of the kernels (workload/kernels.py; captured modules count as eager), whether the model has
+experts, is in fp32, in a dtype that the GPU lacks units for ("forced dtype") or has adapters, and whether the threads
+of CPU Adam are as a launcher leaves them ("as found"). Its errors are those of rows of whole iterations to which
+nothing is fitted ("tested") and from which no rule is inferred (`inferred` in scope.toml), kept in
+catalog/expected_errors.json by `pstar validate --write`. A policy without published runs has the errors of its class.
 
 [Note: bars] A bar is one standard deviation: 68 % of the rows of its class and policy had at most this error, every
-source (who published the rows) with the same weight. It has at least FEWEST_SOURCES sources and FEWEST_ROWS rows: one
-source's error says little of the next's. Without such a class, the bar is that of all rows, or the largest of a class
-of the same machines, and says how little is known. `pstar validate` counts the rows inside the bar that the other
-sources alone would give them.
+source (who published the rows) with the same weight, from at least FEWEST_SOURCES sources and FEWEST_ROWS rows. Without
+such a class, the bar is that of all rows, or the largest of a class of the same machines, and says so. `pstar validate`
+counts the rows inside the bar that the other sources alone would give them.
 
 [Note: error of a change] Two times of one model and one machine share most of their errors, which cancel in their
-ratio. What remains is the error of the seconds by which they differ, predicted like all seconds, so with the bar of
-both times, unless the model is wrong about the term that binds. If nothing cancels, the bar is that of a ratio of
-independent times, the smaller where one time is less than half of the other; it also serves times of different
-numbers of GPUs, which share less: each GPU has another job and new copies.
+ratio. What remains is the error of the seconds by which they differ, with the bar of both times, unless the model is
+wrong about the term that binds. If nothing cancels, the bar is that of a ratio of independent times, the smaller where
+one time is less than half of the other; it also serves times of different numbers of GPUs, whose jobs and copies
+differ.
 """
 
 from __future__ import annotations
@@ -140,8 +138,8 @@ def class_name(
 
 
 def tells_of(other: str, name: str) -> bool:
-    """Whether errors of one class tell something of another's: both have the same machines ("h100 node" for "h100 node
-    with fused kernels"); runs as found say nothing of others."""
+    """Whether one class tells something of another: both have the same machines; one as found tells only of one as
+    found."""
     found = name.endswith(_AS_FOUND) or not other.endswith(_AS_FOUND)
     return found and _machines_of(other) == _machines_of(name)
 

@@ -1,22 +1,20 @@
 """The fastest way to run one global batch with the variants of a trace file.
 
-A trace may hold several batch sizes, with and without recomputed activations; a variant whose batch divides a rank's
-share is repeated as micro-batches.
+A variant whose batch divides a rank's share is repeated as micro-batches.
 
 [Note: what is planned] Candidates (ways.py) come in the order of their promises, lower bounds on their plans: at first
 the time of computing and stashes with the link to themselves, then the bound at the usual chunk size, first of
 stand-ins with fewer micro-batches, then of the candidate. A candidate is bounded and made only on its turn while its
-promise is below the best so far. `optimal` searches long, so at first it plans at most
-SEARCHED candidates, at most ALIKE of them with the same number of micro-batches, and leaves out candidates for which
-tide would have no room. Then the other policies, which are quick, are asked about every remaining candidate whose bound
-for them (for most, of plans that stream nothing) is below the best so far, and `optimal` plans those on which one of
-them is faster. So it is as fast as any other policy's choice (policy/kit/ties.py).
+promise is below the best so far. `optimal` searches long, so at first it plans at most SEARCHED candidates, at most
+ALIKE of them with the same number of micro-batches, all with room for tide. Then the other policies, which are quick,
+are asked about the rest where their bound (for most, of plans that stream nothing) is below the best so far, and
+`optimal` plans those on which one is faster. So it is as fast as any other policy's choice (policy/kit/ties.py).
 
 If `session.step` runs the iterations (`Settings.loop`), `optimal` also races layer-major candidates, with caps of their
 own.
 
-A policy with its own rule for activations (`Capabilities.activations`) makes its ways from pairs of variants that
-differ in recomputation alone; only these are raced.
+Of a policy with its own rule (`Capabilities.activations`) only its ways are raced, of pairs of variants that differ in
+recomputation alone.
 """
 
 from __future__ import annotations

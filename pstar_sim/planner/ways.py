@@ -1,21 +1,19 @@
 """Ways: the ways to run one global batch, each known before its workload is written down.
 
 A way is one or two variants of a model, a treatment of each block's activations, a number of micro-batches and an
-order: enough for the time of computing and stashes and a bound for every plan. The workload, with all moments, is made
-on demand.
+order: enough for the time of computing and stashes and a bound for every plan.
 
-[Note: which blocks] The last blocks keep their activations, because their backward pass comes first; the first
-recompute or are offloaded: theirs comes last, which leaves most time. A quarter, half or three quarters of the blocks
-are tried, for offloading also all but the last two, or every second, fourth or eighth block, which gives each the time
-of two, four or eight blocks on the link. Of the other blocks none, the first half or all recompute. The very first is
-not offloaded: the forward often holds its input (the embeddings), so that bytes would not leave.
+[Note: which blocks] The last blocks keep their activations, as their backward pass comes first; the first recompute or
+are offloaded: theirs leaves most time. A quarter, half or three quarters of the blocks are tried, for offloading also
+all but the last two, or every second, fourth or eighth, with the time of as many blocks on the link. Of the others
+none, the first half or all recompute. The very first is not offloaded: the forward often holds its input (the
+embeddings).
 
-[Note: stand-ins] A workload of one or three micro-batches bounds a workload of more. If micro-batches follow one
-another, the moment in which a micro-batch (of three the middle one) turns to its backward lasts longer by those left
-out, without their copies and adds. All else is as in the whole: first reads are in the first micro-batch, last
-gradients in the last, and every moment has its room. In layer-major order, one micro-batch with moments as many times
-longer stands for all: a block's first read is no later and its last gradient no earlier in the whole, and the tide no
-lower.
+[Note: stand-ins] A workload of one or three micro-batches bounds one of more. If micro-batches follow one another, the
+moment in which a micro-batch (of three the middle one) turns to its backward lasts longer by those left out, without
+their copies and adds: first reads are still in the first, last gradients in the last, and every moment has its room. In
+layer-major order, one micro-batch with moments as many times longer stands for all: a block's first read is no later
+and its last gradient no earlier in the whole, and the tide no lower.
 """
 
 from __future__ import annotations
@@ -276,8 +274,8 @@ def words(w: Way | Workload, among: Sequence[Way | Workload] = ()) -> str:
 
 @without_garbage_collection()
 def candidates(variants: Sequence[Workload], share: int) -> tuple[Way, ...]:
-    """No two are alike: a variant of one micro-batch is repeated, one of several taken as it is. Raises TraceError if
-    none divides the share (naming the batches), and for different models, types or sequence lengths."""
+    """No two alike: a variant of one micro-batch is repeated, others are as they are. Raises TraceError if none divides
+    the share (naming the batches), and for different models, types or sequence lengths."""
     if not variants:
         raise TraceError("variants is empty; give at least one variant of the model")
     first = variants[0]

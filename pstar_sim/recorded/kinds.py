@@ -3,13 +3,13 @@
 [Note: how a block is named] By the first that says something:
 
 1. the recorder's category (`category`, `user_metadata`); a cuBLAS workspace by its size is a buffer.
-2. for blocks that were allocated in the recording, the calls that allocated it: those of an optimizer, of a module that
-   is built or moved, of a forward; an autograd thread has no Python calls, so no calls mean the backward;
-3. and how long it lives. What an optimizer allocated and never freed is a state; what the backward allocated is a
-   gradient where the optimizer frees it, or where it lives across the optimizer's step and not across `zero_grad`; what
-   a forward or backward allocated and never freed, such as the workspace of a library, is a buffer. All that comes and
-   goes is non-model data, and so is what lives at the dump and whose calls have allocated other blocks that ended, but
-   for what a forward left across the optimizer's step;
+2. for blocks of the recording, the calls that allocated it: of an optimizer, of a module that is built or moved, of a
+   forward; no calls mean the backward, as autograd threads have none in Python;
+3. and how long it lives. What an optimizer allocated for good is a state; what the backward allocated is a gradient
+   where the optimizer frees it, or where it lives across the optimizer's step and not across `zero_grad`; what a
+   forward or backward allocated for good (a library's workspace) is a buffer. All that comes and goes is non-model
+   data, and so is what lives at the dump and whose calls allocated other blocks that ended, but for what a forward left
+   across the optimizer's step;
 4. for blocks of before the recording, with the tensors of the job at hand, their sizes: in the bytes of a parameter per
    element they are the parameter, in those of fp32 a state. Without the job, or by another size (FSDP's flat
    parameters), the block stays UNKNOWN.

@@ -4,8 +4,7 @@
 product is an operator with shapes (`record_shapes=True`), and takes its kernels' seconds, or without a GPU its own.
 Copies have bytes; those of unpinned memory are apart. A kernel launched before the one in front had ended waits for
 that alone, so the gap between, with the shortest kernels, is what a kernel begins and ends with. A collective also
-waits for other ranks: the fastest quarter of each size counts. What a trace lacks stays as in the machine that it is
-applied to.
+waits for other ranks: the fastest quarter of each size counts. What a trace lacks stays as in the machine.
 """
 
 from __future__ import annotations

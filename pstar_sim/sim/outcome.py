@@ -3,11 +3,11 @@
 [Note: where an iteration begins] Iteration k lasts from the last compute step's end in k-1 to that in k; samples, peaks
 and stalls are of this window, and its compute steps.
 
-[Note: stall causes] While compute waits, the chain of steps that cause it is followed backwards: first the one that
-ended last, before each the one it waited for, or followed on its queue, until the wait began. Each second counts for
-the queue of the step that ran then: "h2d", "d2h", "adam". Adam behind the barrier (with the optimizer step in `after`,
-or following such an Adam) is "barrier", a pipeline stage's wait for another at a transfer or the optimizer step
-"stages", and what short DRAM adds to a copy or an Adam "dram". A span carries its longest cause.
+[Note: stall causes] While compute waits, the chain of causes is followed backwards: from the step that ended last to
+those each waited for, or followed on its queue, until the wait began. Each second counts for the queue of the step that
+ran then: "h2d", "d2h", "adam". Adam behind the barrier (with the optimizer step in `after`, or following such an Adam)
+is "barrier", a pipeline stage's wait for another at a transfer or the optimizer step "stages", and what short DRAM adds
+to a copy or an Adam "dram". A span carries its longest cause.
 """
 
 from __future__ import annotations

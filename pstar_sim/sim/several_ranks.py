@@ -1,7 +1,6 @@
 """A plan on several ranks, which all run its steps.
 
-A collective starts when the last rank has come, and ends on all at once. A node's ranks share host DRAM and PCIe
-switches.
+A collective starts when the last rank has come, and ends on all at once.
 
 [Note: representative ranks] Ranks with the same GPU, link and workload, on nodes and switches of the same make-up, form
 a class: they do the same at the same time, and one, simulated, counts for all. If there is one class, a rank with its

@@ -1,16 +1,14 @@
 """Adapters and quantised bases of captured and recorded workloads: what the model would be with them.
 
-Of a matrix that gets an adapter the workload has all that the adapter needs: backward keeps the matrix's input for the
-gradient of the matrix, as it does for that of A. So `executor.capture` traces the model with everything frozen but
-these matrices and `Adapter.save`, and here each gradient of such a matrix makes way for its adapter (`LowRank`).
+A matrix's gradient needs the same input as A's. So `executor.capture` traces the model with everything frozen but the
+target matrices and `Adapter.save`, and here each of their gradients makes way for an adapter (`LowRank`).
 
-[Note: frozen after the fact] A trace in which everything is trained has more: inputs that were kept for the gradients
-of matrices that are frozen now, and a backward pass that goes down to the embedding. Gradients of what is frozen and
-the products that make them are left out. What was kept for them is not: a trace does not say of a tensor for which
-operators it is kept. Such an answer is an upper bound, and says so.
+[Note: frozen after the fact] Of a trace in which everything is trained, gradients of what is frozen now and the
+products that make them are left out. The inputs kept for them stay (a trace does not say for which operators a tensor
+is kept), as does the backward pass down to the embedding. So the answer is an upper bound, and says so.
 
-A linear module is known by the product of its forward pass. The gradient of a matrix is made behind that of the
-module's input, where a peak is no higher than both together; a higher peak is elsewhere in the moment, and stays.
+A linear module is known by the product of its forward pass. A matrix's gradient is made behind that of the module's
+input: a peak above both together is elsewhere, and stays.
 """
 
 from __future__ import annotations

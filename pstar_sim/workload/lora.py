@@ -1,30 +1,27 @@
 """LoRA: a model whose own parameters are frozen and whose matrices have low-rank adapters beside them.
 
 LowRank is what an adapter adds: y = W x + s B (A x) for a target matrix W; A is rank x in, B out x rank. AdaptedTape
-writes the families (presets/) with it, adapted.py puts it beside what was captured. Compared with training the whole
-model:
+writes the families (presets/) with it, adapted.py puts it beside what was captured. Beside training the whole model:
 
-- parameters: every base tensor is frozen. A and B are trained, in the working dtype (PEFT's are in fp32: 2 bytes more
-  for each adapter parameter).
+- parameters: only A and B are trained, in the working dtype (PEFT's are in fp32: 2 bytes more for each parameter).
 - flops: forward takes 2 T r (in + out) more per target, backward twice that; gradients of base matrices, a third of the
   model's matrix flops, are not computed.
-- activations: A x (T r values) is kept for backward per target. While an adapter runs, its output, the scaled output
-  and the sum are alive beside the base's. There is no dropout before A, so no copy of x.
-- recompute: an adapter on a checkpointed layer's last matrix makes that and A x recompute too, the tensor that backward
-  needs last.
+- activations: A x (T r values) is kept per target. While an adapter runs, its output, the scaled output and the sum are
+  alive beside the base's. Without dropout before A there is no copy of x.
+- recompute: an adapter on a checkpointed layer's last matrix makes that and A x, which backward needs last, recompute
+  too.
 
 DoRA: y = m / |W + s B A| (W x + s B (A x)), the norm per output. As in peft each forward pass makes B A of an identity
 matrix (2 r in (in + out) flops), and outputs of base and adapter are kept for m's gradient. Source: Liu et al., 2024.
 
-A preset is an upper bound: inputs kept only for a frozen matrix's gradient count, and backward goes down to the
-embedding. Source: Hu et al., LoRA, 2021; peft's Linear layer.
+Presets are upper bounds: inputs kept only for a frozen matrix's gradient count, and backward reaches the embedding.
+Source: Hu et al., LoRA, 2021; peft's Linear layer.
 
 [Note: quantised base] Frozen matrices of the layers' linear modules, adapted or not, are stored in a base of `BASES`.
-Embeddings, head, norms, biases and routers keep the working dtype, and so do stacks of experts (no linear modules in
-transformers) unless the base is of stacks too. Each pass dequantises a matrix before its product: written and read in
-the working dtype, alive until the product ends; matrices of all experts of a layer together. The forward product of
-int8 instead has its input's codes, an fp16 copy of it and later 32-bit sums beside them. Source: bitsandbytes'
-MatMul4Bit and MatMul8bitLt.
+All others keep the working dtype, stacks of experts (no linear modules in transformers) too unless the base is of
+stacks. Each pass dequantises a matrix before its product, in the working dtype, alive until the product ends; matrices
+of all experts of a layer together. The forward product of int8 instead has its input's codes, an fp16 copy of it and
+later 32-bit sums beside them. Source: bitsandbytes' MatMul4Bit and MatMul8bitLt.
 """
 
 from __future__ import annotations
@@ -104,7 +101,7 @@ def quantised_params(tensors: Iterable[Tensor]) -> int:
 
 @dataclass(frozen=True)
 class LowRank:
-    """The adapter beside the matrix of a linear module: its parameters and its operators.
+    """Parameters and operators of the adapter of a linear module.
 
     rank, inputs, outputs: extents of A and B.
     dora: whether it has a magnitude for each output.
@@ -415,8 +412,7 @@ OWN_ADAPTERS = "trace a model that has its adapters, pstar trace py:MODULE:FACTO
 def low_rank(
     adapter: Adapter, module: str, inputs: int, outputs: int, *, packed: bool, biased: bool = False
 ) -> LowRank:
-    """Raises ModelError for a rank as large as the matrix. peft takes one above the smaller side, such as that of a
-    router."""
+    """Raises ModelError for a rank as large as the matrix; above its smaller side peft takes one."""
     if adapter.rank >= max(inputs, outputs):
         raise ModelError(
             f"lora r={adapter.rank}: {module}.weight is {inputs} x {outputs}; the rank must be less than "

@@ -8,8 +8,8 @@ which activations of blocks overlap are refused.
 
 [Note: two stashes at a time] A stash has the next offloaded block's forward pass to reach the host, and that block's
 backward to come back. The tide counts its bytes until the first moment behind that forward, and again from the last
-before that backward, so the GPU holds at most two stashes: one being made (or used) and one on its way. The last
-offloaded block gets as many blocks' time as the one before.
+before that backward, so the GPU holds at most two: one being made (or used) and one on its way. The last offloaded
+block gets the time of as many blocks as the one before.
 """
 
 from __future__ import annotations

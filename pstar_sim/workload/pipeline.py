@@ -2,15 +2,15 @@
 
 [Note: schedules] A cell is one pass of a micro-batch through a part of the model. "gpipe" runs all forward passes, then
 the backward passes; "1f1b" runs p - r - 1 forward passes ahead on stage r of p, then both in turns, then the backward
-passes left, so at most p - r micro-batches are in flight. A backward always takes the oldest micro-batch.
+passes left, so at most p - r micro-batches are in flight. A backward takes the oldest micro-batch.
 
 With "interleaved" a stage has v parts of the model: part k of stage r is the (k p + r)-th of p v. In groups of p
 micro-batches each part runs all of a group, backward the last part first. 2 (p - r - 1) + (v - 1) p passes run ahead,
 so one more at most are in flight, each of a v-th of the stage.
 Source: Huang et al., 2019 (GPipe); Narayanan et al., 2019 and 2021 (PipeDream-Flush, Megatron-LM).
 
-[Note: room for borders] What a cell needs may arrive during the cell before, and what it made may leave during the
-next: their peaks count the bytes.
+[Note: room for borders] Inputs may arrive during the cell before, and outputs leave during the next: their peaks count
+the bytes.
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ class _Arrival(NamedTuple):
 
 
 def _arrivals(cells: Sequence[Sequence[Cell]], stage: int) -> dict[tuple[int, str], _Arrival]:
-    """(cell that needs it, what) -> when another stage has made it, by a clock where a backward takes two forwards and
-    links take no time. A stage that came to a receive later would hold up all that its peer sends."""
+    """(cell that needs it, what) -> when another stage has made it, if a backward takes two forwards and links no time.
+    A later receive would hold up all that the peer sends."""
     stages, parts = len(cells), 1 + max(cell.part for cell in cells[0])
     end: dict[tuple[int, int, bool], int] = {}  # (part of the model, micro-batch, backward)
     begin: list[list[int]] = [[] for _ in cells]

@@ -1,12 +1,11 @@
 """Relay: the layer-major order of an iteration (L2L, Pudipeddi et al., 2020; "vertical scheduling" in GreedySnake).
 
 Each block runs forward for all micro-batches before the next block does, and then backward for all, so its parameters
-are needed twice per iteration, for any number of micro-batches.
+are needed twice per iteration.
 
 [Note: cells] A micro-batch's moments are cut into parts: each block's forward, each block's backward, and what lies
 between two. Head and loss are one part, so only one micro-batch's logits are alive. A cell is one part of one
-micro-batch. A relay runs part by part, each from the first micro-batch to the last, so sums are bit-identical with
-depth-first.
+micro-batch. Each part runs from the first micro-batch to the last, so sums are bit-identical with depth-first.
 
 A cell's live bytes are its own and what other micro-batches have left so far: when recomputing, a block's input per
 block and micro-batch (the boundary stash), the latest block's output, and what autograd holds across parts, such as a

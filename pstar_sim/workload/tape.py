@@ -3,20 +3,19 @@
 A family (presets/) calls `open` at a moment's begin, `op` for each operator that allocates, and `gradient` when a
 parameter's is final; the level of live bytes is cut into moments.
 
-[Note: sequence parallelism] Ranks that split a layer's products have all of its input and, after a sum, of its output;
-each computes norms and residual sums. With sequence parallelism each has its part of the tokens: an all-gather comes
+[Note: sequence parallelism] Ranks that split a layer's products otherwise each have all of its input and, after a sum,
+of its output, norms and residual sums. With sequence parallelism each has part of the tokens: an all-gather comes
 before the products, a reduce-scatter replaces the sum, and as only the part is kept, backward repeats the gather.
 Source: Korthikanti et al., 2022.
 
-[Note: context parallelism] Ranks that split each sequence have all parameters and meet in attention alone: a rank's
-queries see the keys and values of all, which are gathered before attention and again in backward, whose gradients are
-reduce-scattered. Rank i of c has parts i and 2c - 1 - i of 2c, so under a causal mask all have as many scores. A ring
-moves as many bytes; what it would hide behind the scores is not modelled. Gradients of parameters are summed over these
-ranks as over those of data parallelism.
+[Note: context parallelism] Ranks that split each sequence have all parameters and meet in attention alone: keys and
+values are gathered before it and again in backward, their gradients reduce-scattered. Rank i of c has parts i and
+2c-1-i of 2c, so under a causal mask all have as many scores. A ring moves as many bytes; what it hides behind the
+scores is not modelled. Gradients of parameters are summed over these ranks as in data parallelism.
 Source: Liu et al., 2023 (ring attention); Llama 3, 2024 (gathers); torch, _context_parallel/_load_balancer.py.
 
-[Note: products in fp8] Both factors of a layer's product are read twice, for the largest value and for the cast, and
-written in a byte per element; these copies live until the product ends. What backward needs keeps the working dtype.
+[Note: products in fp8] A layer's product reads both factors twice, for the largest value and for the cast, and writes
+copies of a byte per element, which live until it ends. What backward needs keeps the working dtype.
 """
 
 from __future__ import annotations
@@ -277,8 +276,8 @@ class Tape:
             self.level -= size
 
     def sum_at_end(self, names: Iterable[str]) -> None:
-        """Gradients of parameters that ranks have whole, but compute from part of the tokens: one all-reduce before the
-        optimizer step."""
+        """Of parameters that ranks have whole, but compute from part of the tokens: one all-reduce before the optimizer
+        step."""
         self._parts += self.size(names) if self.sequence else 0
 
     def receive(self, what: str, size: int) -> None:
@@ -297,14 +296,14 @@ class Tape:
         self.crossings.append(Crossing(receives, what, len(self.moments), size, turn, counted))
 
     def borrow(self, name: str, *shape: int) -> None:
-        """Another stage's, of which this one has a copy and adds gradients up ([Note: borders] in workload.py)."""
+        """A copy of another stage's tensor, whose gradients add up ([Note: borders] in workload.py)."""
         size = math.prod(shape) * self.wide
         self._borrowed[name] = Tensor(name=name, shape=shape, dtype=self.dtype, bytes=size)
 
     def cast(self, names: Iterable[str]) -> None:
         """Autocast copies parameters at first use. [Note: casts of parameters] A copy lives until the outermost
-        autocast ends, at the end of forward or of a checkpoint's recompute. Backward needs copies of matrices that no
-        checkpoint drops, each until its input gradient is there."""
+        autocast ends, with forward or a checkpoint's recompute. Backward needs copies of matrices that no checkpoint
+        drops, each until its input gradient is there."""
         for name in names if self.autocast else ():
             if name not in self._casts:
                 self._casts[name] = self.saving and len(self._tensor(name).shape) > 1

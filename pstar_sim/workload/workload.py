@@ -266,11 +266,11 @@ class Workload:
 
     borders: of a stage of a pipeline, in the order of the moments that they follow.
 
-    [Note: borders] A border is one end of a stash: what is sent leaves the GPU as a stash does, and what is received
-    comes to it as a stash does. A transfer follows moment `behind`, and moment `until` waits for it. A table that
-    embedding and head share is the first stage's. The last stage receives its weights once per iteration, adds the
-    gradients of the head up in fp32, and sends their sum, which the first stage adds to the embedding's gradient of the
-    last micro-batch. The last stage holds copy and sum throughout, beside its model data.
+    [Note: borders] A border is one end of a stash: what is sent leaves the GPU as a stash does, what is received comes
+    as one. A transfer follows moment `behind`, and moment `until` waits for it. A table that embedding and head share
+    is the first stage's. The last receives its weights once per iteration, adds the gradients of the head up in fp32,
+    and sends their sum, which the first adds to the embedding's gradient of the last micro-batch. The last holds copy
+    and sum throughout, beside its model data.
 
     model: name that the user gave the model.
     dtype: working dtype of the model.

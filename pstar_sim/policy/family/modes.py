@@ -1,21 +1,20 @@
 """How many chunks to pin and to stream: a roofline over both (`interleave` says which).
 
 [Note: the roofline] Let x be the share of chunks (by parameters) that are pinned, z the share streamed; the CPU updates
-the rest, 1 - x - z. All are spread evenly through the layers, so the CPU has the same share of updates in every window
-([Note: update windows] in pins.py). One iteration takes at least the seconds of each of
-these: (1) the work of the compute queue with its Adam steps; (2) CPU Adam, in each window and in total; (3) the copies
-in each direction, on a half-duplex link both directions together; (4) the traffic of host DRAM; (5) reads and writes of
-the states on disks, those for which the host has no room. Streamed states are copied up and down once. Chunks that
-cannot be kept between forward and backward come up a second time. After the last turn to a backward pass, what it needs
-and is not on the GPU comes up. Behind a barrier streamed chunks are updated before the next forward, and what of their
-states did not fit earlier arrives while compute waits. It ranks numbers of chunks and proves nothing.
+the rest, 1 - x - z. All are spread evenly through the layers, so every window ([Note: update windows] in pins.py) has
+the same share of CPU updates. An iteration takes at least each of: (1) the work of the compute queue with its Adam
+steps; (2) CPU Adam, in each window and in total; (3) the copies in each direction, on a half-duplex link both
+directions together; (4) the traffic of host DRAM; (5) reads and writes of the states on disks, those for which the host
+has no room. Streamed states are copied up and down once. Chunks not kept between forward and backward come up again
+after the turn. Behind a barrier streamed chunks are updated before the next forward, and compute waits for what of
+their states did not fit earlier. It ranks numbers of chunks and proves nothing.
 
 With several micro-batches, gradients of a share of the unpinned chunks add up on the GPU, streamed ones first, whose
 sums take room. Where sums may spill, those without room beside the working lists go down and come up between two
-micro-batches: that frees room at two turns, where giving up working lists would cost the way up twice. All Adam lies
-between the last micro-batch and the first, so `_in_turn_s` adds the others' seconds, one after another, and of the work
-between them. Other gradients go down in each micro-batch and the host adds them; a streamed chunk's sum then comes up
-with its states.
+micro-batches, which frees room at two turns, while giving up working lists costs the way up twice. All Adam lies
+between the last micro-batch and the first, so `_in_turn_s` adds the seconds of the others and of the work between.
+Other gradients go down in each micro-batch and the host adds them; a streamed chunk's sum then comes up with its
+states.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class ModeFacts:
     lists: times per iteration that a gradient goes down if its sum is not on the GPU.
     lists_streamed: of streamed chunks.
     sums: as in `Point`.
-    drops_pinned: pinned chunks drop working lists between last gradient and update.
+    drops_pinned: pinned ones drop working lists between last gradient and update.
     drops_streamed: behind a barrier all streamed ones do, otherwise those with their sum on the GPU.
     dram_bytes_per_s: the rank's part.
     dram_adam_bytes, dram_add_bytes: per chunk, of a CPU update and all adds on the host.
@@ -138,8 +137,8 @@ class Roofline:
     GPU.
 
     seconds: inf where the GPU or the host lacks room.
-    floor_s: without terms that depend on which chunks have which mode (windows but the last chunk's), as if streamed
-        parameters stayed between iterations.
+    floor_s: without windows but the last chunk's, which depend on the chunks' modes, as if streamed parameters stayed
+        between iterations.
     spilt: share of the chunks whose sums spill.
     """
 

@@ -4,8 +4,8 @@
 with f_i <= f_j and b_i >= b_j that the CPU updates run their Adam between the end of b_j and the next start of f_j: T
 >= compute(f_j .. b_j) + the sum of their Adam times + one copy each way, and the same with copies as the serial
 resource. Behind a barrier the window opens at the iteration's end. Pinning the chunks used first is best, because the
-r-th unpinned one then has the shortest possible span, so the number determines the chunks. Sizes may differ, and there
-may be several micro-batches. It proves nothing: bounds/ does.
+r-th unpinned one then has the shortest possible span, so the number determines the chunks. It proves nothing: bounds/
+does.
 """
 
 from __future__ import annotations

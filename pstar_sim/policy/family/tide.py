@@ -3,9 +3,8 @@
 Chunks are fetched asynchronously (the earliest deadline among the copies that are ready) and kept by Belady's rule.
 Gradients leave at once, CPU Adam runs in deadline order, and as many chunks are pinned as pay (asynchronous.py). With
 several micro-batches, tide has more room than static_partition at low tide, between a backward pass and the next
-forward pass. There tide keeps chunks, or pins more chunks and copies more. Of equally fast plans it takes the one that
-moves less. With one micro-batch low tide never lies between two uses of a chunk, so tide and static_partition copy the
-same.
+forward pass: it keeps chunks, or pins more and copies more. Of equally fast plans it takes the one that moves less.
+With one micro-batch low tide never lies between two uses of a chunk, so both copy the same.
 """
 
 from __future__ import annotations

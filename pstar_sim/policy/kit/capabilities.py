@@ -19,19 +19,18 @@ from pstar_sim.workload.workload import Workload
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
     """point: in the asynchronous family, whose checks of room need no plan; None outside.
-    tries_others: also other chunk sizes and policies: its own checks are not final, its plan is at least as fast as
-        theirs, and takes seconds.
+    tries_others: also other chunk sizes and policies: own checks are not final, the plan is at least as fast as theirs,
+        and takes seconds.
     one_at_a_time: copies, updates and computing wait for each other; an ablation begins with such a one.
     near: outside the family, the point most like it, where an ablation goes on, None: the plainest.
     yardstick: asked by default about many machines.
     streams_states: updates on the GPU chunks whose states live elsewhere.
-    reorders: plans are layer-major in any order of the workload, which a user's loop cannot follow.
-    counts_host: plans count all that a run takes of the host, with rounding of pinned memory and loading.
+    reorders: plans are always layer-major, which a user's loop cannot follow.
+    counts_host: plans count rounding and loading on the host.
     from_disks: options under which lists live on disks, tried if the host has no room.
     balance: chooses the ranks' shares if GPUs differ, with the policy's options (planner/balance.py),
         None: the machine's.
-    fastest_shares: the planner gives it the fastest shares if GPUs differ, unless its option `shares` asks for the
-        machine's.
+    fastest_shares: has the planner's fastest shares if GPUs differ, unless its option `shares` asks for the machine's.
     shards: one of SHARDS (workload/parallelism.py) -> options under which ranks that share a batch slice that, the
         usual first; empty: as the policy has it.
     activations: its ways to keep, recompute or offload block by block: (all recomputed, all kept, machine, settings) ->

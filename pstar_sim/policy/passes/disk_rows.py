@@ -1,13 +1,12 @@
 """States on disks pass through the host for their update.
 
 [Note: turns on disks] A chunk's states are read ahead of its update and written behind it, in turns of fixed order,
-with room on the host for a few (`Schedule.disk_room_bytes`). A turn's reads wait for the one before's, and until as
-many earlier turns have ended as they need room, so the host never holds more in any order of the steps, and no turn
-waits for a later one.
+with room on the host for a few (`Schedule.disk_room_bytes`). A turn's reads wait for the one before's and until earlier
+turns have freed their room, so the host never holds more in any order of the steps, and no turn waits for a later one.
 
-Among updates with gradients, the one that the next forward needs first goes first; those of streamed chunks, for which
+The update that the next forward needs first goes first, once it has gradients; those of streamed chunks, for which
 compute waits, come by position before all others. CPU Adam takes a turn's chunk by the turn's deadline, which may be
-long before the chunk's use: while it waits, disks stand still.
+long before its use: else disks stand still.
 """
 
 from __future__ import annotations

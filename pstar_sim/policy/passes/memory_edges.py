@@ -1,9 +1,9 @@
 """Which step has to end before another may take its bytes.
 
 [Note: FIFO tokens] Every byte of a place is a token with one owner. Take a predicted schedule that keeps the budget and
-repeats for ever. With F bytes free at first, hand the n-th byte taken (by starts) to the step that frees byte n - F (by
-ends). If every step waits for those that free its tokens, no byte ever has two owners, whatever the timing: the budget
-holds in every legal interleaving. The predicted schedule loses no time: there every byte is free before it is taken.
+repeats. With F bytes free at first, hand the n-th byte taken (by starts) to the step that frees byte n - F (by ends).
+If every step waits for those that free its tokens, no byte ever has two owners, whatever the timing: the budget holds
+in every legal interleaving. The predicted schedule, in which every byte is free before it is taken, loses no time.
 
 [Note: windows] Iterations overlap, so the schedule is a window: from the first step of iteration w on the compute queue
 to the first of w + 1. It has every step once: of iteration w, of w - 1 (late: Adam) and of w + 1 (early: fetches for

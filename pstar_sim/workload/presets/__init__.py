@@ -3,8 +3,8 @@
 One file per family. Each `write_*` follows PyTorch and transformers (module names, operators, tensors that autograd
 saves, the end of local variables), so a preset is close to a capture. Units are `u`, the bytes of one activation of the
 hidden size (batch x sequence x hidden, working dtype), and `f`, of the feed-forward size. A residual stream value
-counts until no operator needs it. [Note: early stop] Non-reentrant checkpointing ends a recompute when the last tensor
-that backward needs exists. So a last matmul that only feeds the residual sum is not recomputed.
+counts until no operator needs it. [Note: early stop] Non-reentrant checkpointing ends a recompute with the last tensor
+that backward needs, so a last matmul that only feeds the residual sum is not recomputed.
 
 Source: transformers 5 models gpt2, llama (qwen2), bert, vit; torch 2.13 autograd formulas; sizes compared with storages
 counted under fake tensors. There is no attention mask without padding.

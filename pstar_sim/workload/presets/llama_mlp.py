@@ -1,9 +1,9 @@
 """Feed-forward layers of the llama family: one gated layer, or experts of which each token goes through a few.
 
 [Note: experts] Rows of tokens are copied for each of their experts and sorted by expert; one grouped product per matrix
-computes all experts of a layer, and weighted rows are added up, as in transformers 5 (grouped_mm). So all experts of a
-layer are read in one moment, and their gradients arrive in one. Each expert's matrices are tensors of their own: a
-chunk holds whole experts. Loads are assumed balanced.
+computes all experts of a layer, and weighted rows are added up, as in transformers 5 (grouped_mm). So a layer's experts
+are all read in one moment, and their gradients arrive in one. Each expert's matrices are tensors of their own: a chunk
+holds whole experts. Loads are assumed balanced.
 
 [Note: experts on several ranks] Of e ranks that share experts each has an e-th of them, so its rows go to the ranks of
 their experts (dispatch) and come back (combine), and their gradients likewise: an all-to-all each. Ranks that split
