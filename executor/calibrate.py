@@ -1,7 +1,5 @@
 """calibrate: measures the machine that this runs on, and describes it as a `Machine` with the measured figures.
 
-A figure that cannot be measured is left out, with the reason.
-
 [Note: the virtual accelerator's memory] The virtual accelerator has no memory of its own: a quarter of the available
 memory counts as the device's and the rest as the host's, until a plan says otherwise (`--gpu-memory`, `--host-memory`).
 """

@@ -352,7 +352,7 @@ class NotOnFakeTensors(ModelError):
 
 
 class RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives results of fake CPU tensors the form of real results, where torch's fake ones differ.
+    """Gives results of fake CPU tensors the form of real ones where they differ.
 
     Products of routed experts have a fake version for bf16 only; sizes and strides are those of torch's
     `_create_grouped_mm_output_tensor`. BatchNorm's results have the memory format that their input suggests; the fake
@@ -500,7 +500,7 @@ class _Faker:
 
 @contextlib.contextmanager
 def fake_module(module: nn.Module, batch: Any, mode: FakeTensorMode, dtype: str | None = None) -> Iterator[Any]:
-    """Inside this context, parameters and buffers are fake, and ties stay ties. Yields the fake batch.
+    """Parameters and buffers are fake, and ties stay ties. Yields the fake batch.
 
     As in a prepared model, `to()` and its like inside a forward raise ModelError if they would change something."""
     fake = _Faker(mode, TORCH_DTYPES[dtype] if dtype else None)

@@ -1,8 +1,7 @@
 """The loop contract: the acts of a training loop on a prepared model, and their results.
 
 An act that an offloaded optimizer cannot support raises ContractError before any parameter changes and names the
-replacement; every other act behaves as in plain torch. The table of `session/cursor.py` has the result of each act in
-each state of the loop.
+replacement; every other act behaves as in plain torch. `session/cursor.py` has the table.
 """
 
 from __future__ import annotations

@@ -110,7 +110,6 @@ class Joined(torch.optim.Optimizer):
                 group["update"] = kind.lower()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """States of a run of both."""
         groups = self.param_groups
         super().load_state_dict(state_dict)
         for group, loaded in zip(groups, self.param_groups):

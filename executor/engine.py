@@ -326,8 +326,7 @@ class Session:
         return self.state.run.steps.timeline(last)
 
     def status(self) -> Status:
-        """Returns the state of the run, for a progress line: see `executor.measuring.status.Status`. Waits for
-        nothing."""
+        """Returns the state of the run: see `executor.measuring.status.Status`. Waits for nothing."""
         return status_of(self.state, self.first)
 
     def measure_iteration(self, step_fn: Callable[[], Any], order: Timeline | None = None) -> Measured:

@@ -1,19 +1,19 @@
 """Hugging Face: runs `transformers.Trainer`, and trainers that build on it, by a plan.
 
-A script that has a Trainer adds the line `offload(trainer, gpu_memory="24GB")`. `OffloadTrainerMixin` does the same for
+A script that has a Trainer adds the line `offload(trainer, gpu_memory="24GB")`; `OffloadTrainerMixin` does the same for
 a class of Trainers. When training begins, both capture the model with a batch of the trainer's own data, plan for this
 machine, and prepare the model. `connect(trainer)` is for a model that the script itself has prepared.
 
 [Note: clipping] A plain `Trainer` clips gradients between backward and `optimizer.step()`, through
-`accelerator.clip_grad_norm_`. Under a plan the gradients have left for their chunks by then, and
-`AdamW(max_grad_norm=)` clips them inside `optimizer.step()`. `connect` checks that Trainer and AdamW clip at the same
-norm, and gives the Trainer the session's norm. Without `connect`, `trainer.train()` stops at its first clipping with a
-ContractError. `executor/examples/trainer.py` is a whole script.
+`accelerator.clip_grad_norm_`. Under a plan they have left for their chunks by then, and `AdamW(max_grad_norm=)` clips
+them inside `optimizer.step()`. `connect` checks that both clip at the same norm, and gives the Trainer the session's.
+Without it, `trainer.train()` stops at its first clipping with a ContractError. `executor/examples/trainer.py` is a
+whole script.
 
-Checkpoints of such a Trainer hold the folder `pstar` (`saving/checkpoint.py`), from which
-`trainer.train(resume_from_checkpoint=)` continues bit-identically, under another plan too. They are plain checkpoints
-too: `optimizer.pt` has the moments a second time, because a plain Trainer that does not find them begins with empty
-moments and says nothing. The Trainer itself saves the weights, in the plan's dtype, and all else.
+Checkpoints hold the folder `pstar` (`saving/checkpoint.py`), from which `trainer.train(resume_from_checkpoint=)`
+continues bit-identically, under another plan too. They are plain checkpoints too: `optimizer.pt` has the moments a
+second time, because a plain Trainer without them silently begins with empty ones. The Trainer itself saves the weights,
+in the plan's dtype, and all else.
 
 Tested with transformers 5.23 and accelerate 1.15. transformers is not imported before `connect` or `train`.
 """
@@ -259,7 +259,7 @@ def offload(
     on_plan: Callable[[Plan], None] | None = None,
 ) -> Any:
     """Make a `transformers.Trainer`, or an instance of a subclass, train by a plan for this machine. Returns the same
-    trainer. When `trainer.train()` has made its optimizer, the model is captured, planned for and prepared.
+    trainer.
 
     gpu_memory, device, machine, policy, masters, disks, on_plan: see `executor.offloading.Request`.
 

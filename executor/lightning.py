@@ -5,15 +5,15 @@ The first `training_step` is captured with its own batch, planned and prepared; 
 precision] in offloading.py). Checkpoints are Lightning's own and hold the fp32 masters with the states.
 
 The module becomes the child of a root module, whose hooks run even if `training_step` does not call the module itself.
-During the capture, on fake tensors, `self.log` and metrics of torchmetrics do nothing. A `training_step` that itself
-reads numbers from tensors (`.item()`) cannot be captured. Lightning calls `zero_grad` between forward and backward;
-under a plan gradients are cleared right after the optimizer step instead.
+During the capture, `self.log` and metrics of torchmetrics do nothing; a `training_step` that itself reads numbers from
+tensors (`.item()`) cannot be captured. Lightning calls `zero_grad` between forward and backward; under a plan gradients
+are cleared right after the optimizer step.
 
 Before the first `training_step` the module and its batches are on the CPU. After `fit` the module is still prepared.
-Loading weights (`test(ckpt_path="best")`) ends the run. A second `fit` begins anew, from the weights in the plan's
+Loading weights (`test(ckpt_path="best")`) ends the run; a second `fit` begins anew, from the weights in the plan's
 dtype.
 
-Tested with lightning 2.6. Supports one process, one optimizer, and automatic optimization.
+Tested with lightning 2.6.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ def _check_callbacks(given: Sequence[Any]) -> None:
 
 @contextlib.contextmanager
 def _silent(module: nn.Module) -> Iterator[None]:
-    """Inside this context logging does nothing, and metrics give zeros and keep their states."""
+    """Logging does nothing, and metrics give zeros and keep their states."""
     replaced: list[tuple[nn.Module, dict[str, Any]]] = [(module, dict.fromkeys(("log", "log_dict"), _nothing))]
     for part in module.modules():
         if isinstance(part, (Metric, MetricCollection)):

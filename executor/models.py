@@ -147,9 +147,9 @@ def named_failures(name: str, model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def attention_kernel(attention: str | None, device: str = "cpu") -> Iterator[None]:
-    """Inside this context, scaled_dot_product_attention uses this kernel: "efficient", "math" or, for every other one
-    of catalog/attention.py, "flash", which keeps as much; None: torch's choice on the device ("cpu", "cuda"), wherever
-    the tensors are.
+    """scaled_dot_product_attention uses this kernel: "efficient", "math" or, for every other one of
+    catalog/attention.py, "flash", which keeps as much; None: torch's choice on the device ("cpu", "cuda"), wherever the
+    tensors are.
 
     "flash" and "efficient" are for fake tensors or a CUDA device. CUDA's flash kernel has dropout at the same bytes;
     the CPU's has none, so attention there leaves it out. "efficient" has no CPU kernel: shapes are those that torch
@@ -174,7 +174,7 @@ def attention_kernel(attention: str | None, device: str = "cpu") -> Iterator[Non
 
 @contextlib.contextmanager
 def unpacked_sequences() -> Iterator[None]:
-    """Inside this context, transformers assumes that fake position ids do not pack several sequences into one row.
+    """Transformers assumes that fake position ids do not pack several sequences into one row.
 
     Without their values it would build a mask that a real run does not. In versions that check elsewhere or (before
     5.0) always build it, nothing changes, and the mask is counted."""

@@ -77,8 +77,8 @@ def prepare(
 ) -> tuple[nn.Module, OffloadedOptimizer]:
     """Run `model` under `plan` from now on. Returns the same model, and the optimizer whose `step` the loop calls.
 
-    device: "virtual", "cuda" or "cuda:N". The model is on the CPU (or on meta, with weights), or on that device. Its
-        buffers are moved to the device, and the loop's batches have to be there.
+    device: "virtual", "cuda" or "cuda:N". The model is there or on the CPU (or on meta, with weights); its buffers are
+        moved there, and the loop's batches have to be there.
     machine: the machine of this run, compared with the plan's.
     bandwidth, adam_threads, gpu_memory: see DeviceOptions.
     weights: a folder (or file) of safetensors with the model's values, streamed into the chunks; parameters may then be
@@ -89,17 +89,17 @@ def prepare(
     disks: folders on disks for what the plan keeps there; see docs/how-to/disks.md.
     watchdog_s: see ThreadQueues.
     replan_after: iterations off plan in a row after which a new plan is made (0: never).
-    check: run the plan's independent checker first, and compare the first iteration's tide with the plan's (a higher
-        one leads to a new plan: measuring/first.py).
-    group: the processes of a plan of several ranks (default: torch.distributed's, if it is initialised). Every process
-        calls prepare with the same plan and settings, and all begin with the parameters and buffers of the first.
+    check: run the plan's independent checker first, and compare the first iteration's tide with the plan's
+        (measuring/first.py).
+    group: the processes of a plan of several ranks (default: torch.distributed's, if initialised). Every process calls
+        prepare alike, and all begin with the first's parameters and buffers.
     count: [Note: the weight of a rank] in distributed/ranks.py.
     timeout_s: seconds after which a collective of the run's own fails.
 
     Raises PlanError for a plan that fails its check or was made for another model, dtype, optimizer setting or machine;
     ContractError for a model that is prepared already; DoesNotFit if host memory is short; WeightsError for weights
     that are broken or for another model. The model is then unchanged. If reading the weights fails, or anything after
-    that, parameters whose values are in the weights are left without memory.
+    that, parameters with values in them are left without memory.
     """
     options = DeviceOptions(bandwidth=bandwidth, adam_threads=adam_threads, gpu_memory_bytes=gpu_memory)
     _require_unprepared(model)

@@ -1,14 +1,14 @@
 """Loss scaling: keeps fp16 gradients in range.
 
 Gradients are multiplied where they enter an fp16 model and divided in the fp32 update. The scale changes as in
-torch.amp.GradScaler: an iteration in which a gradient is not finite updates nothing (no value, moment or step count),
-and the scale falls; after `growth_interval` iterations in a row without an overflow it grows.
+torch.amp.GradScaler: an iteration with a gradient that is not finite updates nothing (no value, moment or step count),
+and the scale falls; after `growth_interval` iterations in a row without one it grows.
 
 [Note: where the scale acts] `guard_boundary` puts a view behind every output of the root module, whose backward
 multiplies, and one before every input with a gradient, whose backward divides. A tensor hook on the output would be
 wrong: an output such as the logits is also an inner value of the loss beside it, whose gradient is scaled already.
 
-The gradient of an output in fp16 (logits, from which the loop computes its loss) is rounded to fp16 before it is
+The gradient of an fp16 output (logits, from which the loop computes its loss) is rounded to fp16 before it is
 multiplied, so small ones are lost. Where the caller has the loss before its backward (a Trainer, Lightning), `of_loss`
 multiplies the loss, as GradScaler does, and the boundary nothing.
 """

@@ -1,10 +1,10 @@
 """What is captured of a Hugging Face trainer: one micro-batch of its own data, with its own loss.
 
-[Note: what is captured] The batch is the largest that the trainer's collator makes of the longest rows of the data set.
-A loss that is not transformers' (TRL) may read numbers from tensors for its metrics, which a capture cannot follow.
-What it runs before, such as a reference model, is captured; the backward then begins at the outputs of the model's
-first call with gradients, and the first iteration measures the rest. Such a loss works on a copy of the trainer, which
-keeps its metrics.
+[Note: what is captured] The batch is the largest that the trainer's collator makes of the data set's longest rows. A
+loss that is not transformers' (TRL) may read numbers from tensors for its metrics, which a capture cannot follow. What
+it runs before (a reference model) is captured; the backward then begins at the outputs of the model's first call with
+gradients, and the first iteration measures the rest. Such a loss works on a copy of the trainer, which keeps its
+metrics.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Planned activations: the plan's choice for each block, in the user's model.
 
 "recompute": the call goes through `torch.utils.checkpoint` (non-reentrant, random state preserved), unless the model
-does that itself. "offload": what the call saves for backward is collected and moves as the plan says (stashes.py).
-"keep": the call stays as it is. A model that already recomputes or offloads a block itself is refused, but the switch
-of transformers' layers (`gradient_checkpointing`) is turned off during the run.
+does that itself. "offload": what the call saves for backward moves as the plan says (stashes.py). "keep": the call
+stays as it is. A model that already recomputes or offloads a block itself is refused, but the switch of transformers'
+layers (`gradient_checkpointing`) is turned off during the run.
 
-[Note: around the call] The block's `_call_impl` is replaced, which torch runs for every call, hooks included, so the
-events of its modules are those of a capture in which the model checkpoints the block.
+[Note: around the call] The block's `_call_impl` is replaced, which torch runs for every call, hooks included, so events
+are those of a capture in which the model checkpoints the block.
 
-[Note: the device's generator] For a recomputation torch saves only the generators of the devices on which the
-positional arguments are. A block called with keyword arguments alone would draw other dropout masks the second time,
-without an error, so each checkpointed call gets an empty tensor on the run's device as its first positional argument.
+[Note: the device's generator] For a recomputation torch saves only the generators of the positional arguments' devices.
+A block called with keyword arguments alone would silently draw other dropout masks the second time, so each
+checkpointed call gets an empty tensor on the run's device as its first positional argument.
 """
 
 from __future__ import annotations

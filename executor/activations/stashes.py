@@ -2,17 +2,17 @@
 
 Each storage is copied once; parameters, buffers and all else that outlives the block stay on the gpu. At the end of the
 forward, storages are chosen until the plan's bytes are used up. `stash_out` copies them to the host, and the moment
-that waits for the copy frees the gpu's memory; `stash_in` copies them back into memory taken before, of which autograd
-gets views.
+that waits for the copy frees the gpu's memory; `stash_in` copies them into memory taken before, of which autograd gets
+views.
 
 [Note: who lets go] Only the user's thread takes and frees memory, where the tide says so: freed when moment `gone`
 begins, taken when `back` begins. With streams, a copy's tensors are held until its event.
 
-[Note: addresses] A storage is identified by its address as long as it lives; afterwards another may have it.
+[Note: addresses] An address identifies a storage only as long as it lives.
 
-[Note: never wrong data] A tensor unpacked while its bytes are on the host (in an iteration that left the plan) is
-copied back at once. Where bytes on the host may still be read, the new stash stays on the gpu and is counted, as do
-bytes beyond the plan's.
+[Note: never wrong data] A tensor unpacked while its bytes are on the host (off the plan) is copied back at once. Where
+bytes on the host may still be read, the new stash stays on the gpu and is counted, as do bytes beyond the plan's.
+
 [Note: ahead of its step] A block's operations behind its last unit (a dropout, a sum) are differentiated before that
 unit's gradient arrives: in the moment before the one that waits for `stash_in`. If the copy has not happened by then,
 the user's thread makes it, and the step counts its bytes.
@@ -130,8 +130,6 @@ class _Saved:
 
 
 class BlockSaves:
-    """The tensors that one call of a block saves."""
-
     def __init__(self, stashes: Stashes, inputs: Any) -> None:
         self._present = stashes.present
         self.inputs = {storage_key(t) for t in tensors_of(inputs)}
@@ -180,7 +178,7 @@ class ForwardSaves(BlockSaves):
         self._before: dict[int, weakref.ref[_Saved]] = {}
 
     def hooks(self) -> AbstractContextManager[None]:
-        """Inside this context, receives what autograd saves in this thread."""
+        """Receives what autograd saves in this thread."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     def begin(self, inputs: Any) -> None:

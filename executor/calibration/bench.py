@@ -30,7 +30,6 @@ class Effort:
 
     @classmethod
     def quick(cls) -> Effort:
-        """A quarter of the time, twice the scatter."""
         return cls(point_s=0.04, rounds=2, least=1, most=10, window_s=0.2, memory_bytes=256 << 20)
 
 

@@ -69,7 +69,7 @@ class Device(Protocol):
         ...
 
     def using(self) -> AbstractContextManager[None]:
-        """Inside this context compute runs as in training (threads)."""
+        """Compute runs as in training (threads)."""
         ...
 
     def work_clock(self) -> Callable[[], float]:

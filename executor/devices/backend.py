@@ -4,9 +4,9 @@
 link's bandwidth says.
 
 [Note: glibc and eviction] glibc gives big blocks back to the system at every eviction, and fresh pages cost more than
-kept ones (16-47 ms for 32 MiB beside 2.5 ms). `keep_freed_pages` tells malloc, once per process, to keep the pages, and
-to use one arena for all queues' threads. Holes between kept blocks may fit no later block (500 MB beside payloads of 84
-MB). A plan that keeps lists on disks is for a host with little memory, and waits for disks rather than pages: there
+kept ones (16-47 ms for 32 MiB beside 2.5 ms). `keep_freed_pages` tells malloc, once per process, to keep them, with one
+arena for all queues' threads. Holes between kept blocks may fit no later block (500 MB beside payloads of 84 MB). A
+plan with lists on disks is for a host with little memory, and waits for disks rather than pages: there
 `map_large_blocks` gives each large block pages of its own.
 """
 
@@ -201,7 +201,6 @@ class VirtualLink:
         self.copied.count(direction, target.numel() * width)
 
     def carry(self, target: torch.Tensor, source: torch.Tensor, direction: Queue, width: int) -> None:
-        """Copy, and return after the time that the link needs."""
         start_s = self._clock()
         target.copy_(source)
         rate = self._rates[direction]

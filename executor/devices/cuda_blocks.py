@@ -1,57 +1,55 @@
 """GPU memory of chunks on CUDA: storages that get and lose their memory in place, from blocks of equal size.
 
 [Note: reserved bytes] A plan's budget limits the bytes in use; the process *reserves* more: torch's fragments
-(benchmarks/gpu_memory.py measures them). With expandable segments see [Note: pages]. Without them, payloads of the size
-that moves most come from one private MemPool, in which any free block fits. The pool may grow to the budget less the
-highest tide and the payloads that always stay. Where operators are refused memory all the same (ladder.py), `give_back`
-replaces the pool. torch returns the blocks of a pool without a holder to the driver once they are free.
+(benchmarks/gpu_memory.py measures them). Without expandable segments ([Note: pages]), payloads of the size that moves
+most come from one private MemPool, in which any free block fits. The pool may grow to the budget less the highest tide
+and the payloads that always stay. Where operators are refused memory all the same (ladder.py), `give_back` replaces it;
+torch returns the free blocks of a pool without a holder to the driver.
 
 Other payloads are allocated outside the pool, under a stream of their own, apart from the user's tensors. Their free
 blocks go back to the driver when the tide, or another size, needs the room, which stops the device and is counted in
 `exchanges`.
 
 [Note: exchanges] An exchange also drops the memory that torch keeps for operators, which ask the driver for it again.
-So it comes when more than the budget and a slack would be reserved, and gives back all that is free, down to the budget
-or below. The slack is 0 where the plan takes all bytes of the card. It begins with a twentieth of the budget or 64 MiB,
-whichever is more, and doubles with each exchange, up to the bytes beyond the budget. Free pieces of segments that are
-in part in use cannot go back, so no exchange is made for them.
+So it comes when more than the budget and a slack would be reserved, and gives back all that is free. The slack is 0
+where the plan takes all bytes of the card. It begins with a twentieth of the budget, at least 64 MiB, and doubles with
+each exchange, up to the bytes beyond the budget. Free pieces of segments in use cannot go back, so no exchange is made
+for them.
 
-[Note: segments] torch takes memory from the driver in segments: 2 MiB for blocks of up to 1 MiB; 20 MiB for blocks
-below 10 MiB, which are cut from the segment in multiples of 512 B; for larger blocks multiples of 2 MiB, one block per
-segment. Blocks are counted by the bytes that they take of a segment, the pool by its segments.
+[Note: segments] torch takes memory from the driver in segments, from which it cuts blocks below 10 MiB. Blocks are
+counted by the bytes that they take of a segment, the pool by its segments.
 
-[Note: pages] torch cuts small tensors from the free blocks of large tensors, so that the next large tensor (logits,
-attention) finds no whole block and takes new memory beside them. With `expandable_segments` each stream has one range
-of addresses, to which pages are mapped, of 20 MiB as a rule. A free page can be mapped elsewhere, so there is no pool.
-Before the tide rises and before a payload gets memory, free pages are unmapped if more than the budget and a slack
-could be mapped. That is an exchange too; the slack stays.
+[Note: pages] torch cuts small tensors from free blocks of large ones, so the next large tensor (logits, attention)
+finds no whole block and takes new memory. With `expandable_segments` each stream has one range of addresses, to which
+pages (as a rule of 20 MiB) are mapped. A free page can be mapped elsewhere, so there is no pool. Before the tide rises
+and before a payload gets memory, free pages are unmapped if more than the budget and a slack could be mapped: an
+exchange too, but the slack stays.
 
-The operators' range needs no page for a rise of the tide while the pages of the highest tide are mapped and operators
-use as much as in the last iteration. In a smaller batch the tide is less in proportion. A rise is assumed to find room
-where four times as much is free in that range. Payloads need pages where they hold more than at any time since the last
-exchange. Where the two ranges do not fit side by side at their largest, pages go to operators before the highest tide
-and back to payloads after it: two exchanges. One range for both would need none, but a copy into memory that operators
-have freed would wait for all work that is issued.
+Operators need no page for a rise of the tide while the pages of the highest tide are mapped and they use as much as in
+the last iteration. In a smaller batch the tide is less in proportion. A rise is assumed to find room where four times
+as much is free in their range. Payloads need pages where they hold more than at any time since the last exchange. Where
+the two ranges do not fit side by side at their largest, pages go to operators before the highest tide and back after
+it: two exchanges. One range for both would need none, but a copy into memory that operators have freed would wait for
+all issued work.
 
-[Note: others] Tensors on the device that are no part of the plan are in what torch reserves, not in the budget. They
-are what is in use between two iterations beyond the plan's own.
+[Note: others] Tensors on the device outside the plan are in what torch reserves, not in the budget: what is in use
+between two iterations beyond the plan's own.
 
-[Note: fragments] Where the user has no settings of torch's allocator, a run sets `expandable_segments`. Where the
-driver maps no pages, it sets two others: from max_split_size_mb on blocks stay whole, and, under a cap, torch gives
-idle blocks back one by one before it takes memory beyond the plan's budget (garbage_collection_threshold, a share of
-what the process may reserve). The end of the last run restores torch's own settings.
+[Note: fragments] Unless the user has set torch's allocator, a run sets `expandable_segments` or, where the driver maps
+no pages, two others: from max_split_size_mb on blocks stay whole, and, under a cap, torch gives idle blocks back one by
+one before it takes memory beyond the budget (garbage_collection_threshold, a share of what the process may reserve).
+The end of the last run restores torch's own settings.
 
 [Note: refused beside a pool] While a thread is inside a pool's context, torch (up to 2.11) does not give its cached
-blocks back to the driver for another thread that is refused memory: an operator then runs out of memory although enough
-is idle. An operator that was refused runs once more inside `undisturbed`, where no thread is in a pool's context
-(`guard.py`). Where operators are not watched yet, `Ladder.recover` keeps the plan if the requested bytes are idle.
-[Note: graphs] While a CUDA graph is captured, the driver allows no thread to take or to give back memory. A pool that
-is dropped meanwhile can end the process, because its destructor cannot raise. A capture in the calling thread is
-refused with PlanError; one in another thread cannot be detected. Capture graphs before `prepare` or after
-`session.close()`.
+blocks back to the driver for another thread: an operator is then refused memory although enough is idle. It runs once
+more inside `undisturbed`, where no thread is in a pool's context (`guard.py`). Where operators are not watched yet,
+`Ladder.recover` keeps the plan if the requested bytes are idle.
 
-[Note: torch versions] `torch.cuda.use_mem_pool` applies to the current thread from torch 2.8 on. Before, it applied to
-every thread, and a context by stream is used instead. Both refuse to be entered twice for one pool, hence the lock.
+[Note: graphs] While a CUDA graph is captured, no thread may take or give back memory, and dropping a pool can end the
+process, because its destructor cannot raise. A capture in the calling thread is refused with PlanError; one in another
+thread cannot be detected. Capture graphs before `prepare` or after `session.close()`.
+
+[Note: torch versions] Neither context of torch26.py can be entered twice for one pool, hence the lock.
 """
 
 from __future__ import annotations
@@ -434,7 +432,6 @@ class Blocks:
             self._parts_bytes = reserved - allocated  # or less, where operators gave more back meanwhile
 
     def idle_bytes(self) -> int:
-        """Reserved, unused bytes, without the pool's own free blocks."""
         with self._lock:
             return self._idle_bytes()
 

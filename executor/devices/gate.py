@@ -3,9 +3,9 @@
 With streams a step is *issued* long before it *happens*, but an allocator decides at issue which memory it hands out
 next: memory given back returns to it once the event of its last use is complete.
 
-[Note: no deadlock] A take may wait for an event, and the wait always ends. The event's work was issued before it, and
-waits only for earlier events, so none depends on the waiting thread or a lock that it holds. When nothing is pending,
-the bytes held are those of the arena's ledger, which has allowed the take.
+[Note: no deadlock] A take may wait for an event, and the wait always ends: the event's work was issued before and waits
+only for earlier events, so none depends on the waiting thread or a lock that it holds. When nothing is pending, the
+bytes held are those of the arena's ledger, which has allowed the take.
 
 [Note: who waits] A thread of a side queue waits on the host. The thread that issues compute must not stop: it makes its
 stream wait for the oldest event and takes the block at once ("early"). The allocator may give that block to any later

@@ -72,8 +72,6 @@ def open_backend(device: str, plan: Plan, options: DeviceOptions) -> Backend:
 def check_placement(model: nn.Module, device: torch.device) -> torch.device:
     """Returns the device of the parameters. Raises ContractError for a model on several devices, or on one other than
     the host, meta or the run's.
-
-    Models are built on the host: one worth offloading does not fit the device, and its values go to host chunks anyway.
     """
     found = {parameter.device for parameter in model.parameters()}
     values = {where for where in found if where.type != "meta"}

@@ -1,11 +1,8 @@
 """Functions that torch 2.6 to 2.8 lack.
 
-- Which hooks on saved tensors are in force in this thread: the functions that push and pop hooks get wrappers when the
-  executor is imported.
-- A CUDA memory pool for the allocations of one thread. Older versions have a pool per stream.
-- Settings of the CUDA allocator of a running process.
-- Whether the compiler watches this thread. In older versions torch's function for it loses a reference to None at each
-  call, until the process dies; it is never called there.
+The functions that push and pop hooks on saved tensors get wrappers when the executor is imported. torch's older
+function for whether the compiler watches this thread loses a reference to None at each call, until the process dies; it
+is never called.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def storage_key(of: torch.Tensor | torch.UntypedStorage) -> int:
 
 @contextlib.contextmanager
 def outside_compiled_code() -> Iterator[None]:
-    """Inside this context, torch's compiler does not watch this thread."""
+    """torch's compiler does not watch this thread."""
     set_eval_frame: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
     before = set_eval_frame(None)
     try:

@@ -1,7 +1,7 @@
 """VirtualStreams: an accelerator in host memory whose copies happen later, in a thread per copy queue and for
 collectives, in the order of issue.
 
-So a wrong edge gives wrong data: a read before the copy arrived, a block given back while a copy reads it.
+So a wrong edge gives wrong data.
 
 Compute happens as it is issued, in the user's thread; `delays` simulates how far an accelerator is behind.
 """

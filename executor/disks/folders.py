@@ -1,8 +1,7 @@
 """Folders of disks: one run at a time in each, and nothing of a killed run left there.
 
-Files are for one run; a checkpoint holds what is to last. A folder holds a lock and a file per rank and plan
-(`pstar-rank0.lock`, `pstar-rank0.0.slots`). A lock that nobody holds says that a killed run left the files beside it,
-which the next run removes.
+A folder holds a lock and a file per rank and plan (`pstar-rank0.lock`, `pstar-rank0.0.slots`). A lock that nobody holds
+says that a killed run left the files beside it, which the next run removes.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """A slot in preallocated files for each payload on disks.
 
-[Note: pieces] Pieces of 4 MiB are spread over the folders in turn and moved by a few threads each: one does not reach
-the rate of a disk. `os.preadv` and `os.pwritev` let other Python threads run. Every piece begins at a multiple of 4,096
-bytes, as O_DIRECT wants it; where that passes the page cache (`folders.DIRECT`), memory that is not aligned goes
-through a thread's aligned buffer.
+[Note: pieces] Pieces of 4 MiB are spread over the folders in turn and moved by a few threads each: one does not reach a
+disk's rate. `os.preadv` and `os.pwritev` let other Python threads run. Every piece begins at a multiple of 4,096 bytes,
+as O_DIRECT wants it; where that passes the page cache (`folders.DIRECT`), unaligned memory goes through a thread's
+aligned buffer.
 
 [Note: nothing lost on disks] Every transfer's length is checked, and every piece has a checksum of the memory written,
-verified of the memory read. Checksums are XXH3 of 64 bits (saving/tensor_files.py says why), in memory: files are for
-one run.
+verified of the memory read: XXH3 of 64 bits (saving/tensor_files.py says why), in memory, as files are for one run.
 """
 
 from __future__ import annotations

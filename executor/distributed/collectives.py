@@ -8,8 +8,7 @@ no reduce-scatter: every rank sums the whole in place, twice the bytes.
 [Note: bounded waits] The thread waits for gloo's collectives in short intervals, until a rank is known to be gone.
 NCCL's are only issued, and whoever waits for their stream (also the user's `loss.item()`) waits inside the driver, for
 ever if a rank never comes. So another thread watches the last one (`_Deadline`): when a rank is gone, or nothing has
-come back for timeout_s, it fails the run and then aborts the
-communicator, which ends kernels and waits.
+come back for timeout_s, it fails the run and then aborts the communicator, which ends kernels and waits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Lifeline: each rank learns at once that another rank is gone, and which.
 
-A socket joins every two ranks, which the kernel closes when a process dies, in whatever way; a collective would wait
-for its timeout or say "connection closed by peer". A rank that ends with an error sends its text first; a rank that
-closes its session says so. One that lives but does nothing is for the collectives' timeout.
+A socket joins every two ranks, which the kernel closes when a process dies, in whatever way. A rank that ends with an
+error sends its text first; a rank that closes its session says so. One that lives but does nothing is for the
+collectives' timeout.
 """
 
 from __future__ import annotations

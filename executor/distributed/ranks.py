@@ -1,23 +1,23 @@
 """This process among those that train one model under one plan.
 
-There are three process groups: `wire` for the plan's collectives (net queue's thread), and of gloo `_meeting` for
-messages between steps (user's thread) and `_sums` for agreements once per iteration (thread of the first Adam step).
+Process groups: `wire` for the plan's collectives (net queue's thread), and of gloo `_meeting` for messages between
+steps (user's thread) and `_sums` for agreements once per iteration (thread of the first Adam step).
 
 [Note: all ranks at once] A rank holds a part of each parameter, so all ranks train, read a parameter or `state_dict()`,
 save and load at the same point of their loop, between `optimizer.step()` and the next forward. An iteration keeps to
 its plan (`cannot_leave`).
 
-[Note: evaluations that differ] Between two iterations, and without gradients, ranks may call the model as they like:
-other modules (routed experts), more batches, or nothing. A rank that needs a chunk comes to a meeting, which begins
-when all have come: for a chunk too, or at their next micro-batch, checkpoint or read parameter. A chunk that all need
-is gathered as in the plan; else every rank gives its slices of the needed chunks through host memory, and all meet
-again until no rank needs one. Nothing is updated meanwhile. A meeting fails if a rank has left, and after timeout_s if
-one waits elsewhere (in an all_reduce of the loop's own).
+[Note: evaluations that differ] Between two iterations, without gradients, ranks may call the model as they like: other
+modules (routed experts), more batches, or nothing. A rank that needs a chunk comes to a meeting, which begins when all
+have come: for a chunk too, or at their next micro-batch, checkpoint or read parameter. A chunk that all need is
+    gathered as in the plan; else every rank gives its slices of the needed chunks through host memory, and all meet
+    again until none is needed. Nothing is updated meanwhile. A meeting fails if a rank has left, and after timeout_s if
+    one waits elsewhere (in an all_reduce of the loop's own).
 
 [Note: the weight of a rank] Each rank's loss has to be a mean over its batch. Rank r has b_r of a micro-batch's B
 sequences, and its gradient is multiplied by b_r / B on arrival, so the sum is the gradient of the mean over the joined
-batch. b_r is the first dimension of the forward's first tensor, in each micro-batch. For a mean over other items
-(tokens that are not padding), `prepare(count=...)` gives their number.
+batch. b_r is the first dimension of the forward's first tensor. For a mean over other items (tokens that are not
+padding), `prepare(count=...)` gives their number.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Ranks:
         )
 
     def ends(self, text: str) -> PlanError:
-        """This rank's run is over. Tells the other ranks."""
+        """Tells the other ranks."""
         self.life.fail(f"PlanError: {text}")
         return PlanError(text)
 

@@ -2,22 +2,20 @@
 
 [Note: borders] A block's inputs and outputs are cut out of the autograd graph. The consumer gets a tensor of the same
 memory in a new graph, whose gradient ends in a `Sink`; the producer keeps a `_CutOutput`, from which it later
-continues. So a forward leaves one graph per block. Operations outside blocks (glue) have graphs of their own, the last
-with the loss (the tail). `BlockTape` holds them all: in reverse they are the whole backward.
+continues. So a forward leaves one graph per block; operations outside blocks (glue) have their own, the last with the
+loss (the tail). `BlockTape` holds them all: in reverse they are the whole backward.
 
-| part of the tape   | graph from                                             | to                              |
-|--------------------|--------------------------------------------------------|---------------------------------|
-| tail               | the loss                                               | outputs of blocks               |
-| block of call i    | its outputs                                            | its inputs                      |
-| glue before call i | tensors first cut as an input of call i                | outputs of earlier blocks       |
+    tail                  from the loss to outputs of blocks
+    block of call i       from its outputs to its inputs
+    glue before call i    from tensors first cut as an input of call i to outputs of earlier blocks
 
 A tensor that several blocks take (a mask with a gradient, an encoder's output) is cut once, and its gradients add up in
 one sink. [Note: the order of sums] Autograd adds the gradients of a tensor's uses one by one, the last use first. A
 part with several uses of a cut tensor would add its own first, so its backward begins with the sums that later parts
 left in sinks, each at its border.
 
-Two kinds cannot be cut: a tensor that a block takes and the model also uses afterwards (a residual stream outside the
-blocks), and one inside an object of the model's own. Then two parts share a graph (`shared_part`).
+Not cut are a tensor that a block takes and the model also uses afterwards (a residual stream outside the blocks), and
+one inside an object of the model's own. Then two parts share a graph (`shared_part`).
 """
 
 from __future__ import annotations
@@ -180,7 +178,7 @@ class Borders:
 
     @contextlib.contextmanager
     def recording(self, saves: ForwardSaves | None = None) -> Iterator[BlockTape]:
-        """Inside this context, calls of blocks are cut at both ends."""
+        """Calls of blocks are cut at both ends."""
         self._recorded.tape = tape = BlockTape(saves)
         try:
             yield tape

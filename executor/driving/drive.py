@@ -2,10 +2,8 @@
 
 Each micro-batch's forward runs with borders at the blocks (`borders.py`), then backward part by part:
 
-| order         | what runs                                                                                   |
-|---------------|---------------------------------------------------------------------------------------------|
-| "depth-first" | for each micro-batch: all blocks forward, then all backward in reverse                      |
-| "relay"       | each block for all micro-batches before the next, forward and backward: `layer_major.py`    |
+    "depth-first"    for each micro-batch: all blocks forward, then all backward in reverse
+    "relay"          each block for all micro-batches before the next, forward and backward: `layer_major.py`
 
 The plan decides (`order=None`); another order is refused.
 
@@ -168,7 +166,6 @@ class Driver:
         return known_order
 
     def _known_order(self, order: str | None) -> str:
-        """None stands for the plan's own."""
         plan, w = self.state.run.plan, self.state.run.plan.workload
         planned = "relay" if w.relayed else "depth-first"
         order = planned if order is None else order

@@ -216,7 +216,6 @@ class Loop:
             self.ladder.replan()
 
     def hook_gradients(self, wrap: Callable[[Callable[..., None]], Callable[..., None]]) -> list[Any]:
-        """Hook the gradients of trainable parameters."""
         parameters = self.reader.parameters
         return [
             parameters[t].register_post_accumulate_grad_hook(wrap(self._gradient_hook(t)))  # type: ignore[no-untyped-call]

@@ -2,18 +2,17 @@
 
 A trace may be wrong: an operator keeps memory that its fake version does not show, the device has other kernels, the
 loop keeps other tensors. So the first iteration on plan, with its batch, is counted operator by operator
-(`moments/live_bytes.py`). If a moment holds more than planned, the same policy makes a new plan from the measured tide,
-and the iteration after that is counted too. Counting costs some microseconds per operator.
+(`moments/live_bytes.py`), at some microseconds each. If a moment holds more than planned, the same policy makes a new
+plan from the measured tide, and the iteration after that is counted too.
 
-[Note: tolerance] A moment may hold 2 % of the plan's highest tide more than planned, and at least 4 KiB. A loop's own
-variables (a loss, a mask, the next batch) and another torch cause such differences: a capture of Llama and a real run
-differ by 1.4 %, because the mask is built differently.
+[Note: tolerance] A moment may hold 2 % of the plan's highest tide more than planned, and at least 4 KiB, for a loop's
+own variables (a loss, a mask, the next batch) and another torch: a capture of Llama and a real run differ by 1.4 %,
+because the mask is built differently.
 
 [Note: several ranks] Each rank counts its own tide, and a new plan would have to be the same on all, so none is made: a
 rank warns and continues if the plan holds for the measured tide (by the checker), else the run ends on all.
 
-Not counted: workspaces inside operators, a loop in another thread than `prepare`'s, and compiled blocks, which run
-without operators.
+Not counted: workspaces inside operators, a loop in another thread than `prepare`'s, and compiled blocks.
 """
 
 from __future__ import annotations

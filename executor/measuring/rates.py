@@ -1,7 +1,7 @@
 """Rates of the virtual accelerator here, in about two seconds with calibration's tools.
 
-`executor.calibrate` measures much more. The accelerator computes on one thread and updates on another,
-so each is measured on one, in wall time: the run will have other programs' load too.
+The accelerator computes on one thread and updates on another, so each is measured on one, in wall time: the run will
+have other programs' load too.
 """
 
 from __future__ import annotations

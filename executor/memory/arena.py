@@ -3,7 +3,6 @@
 Each (chunk, list) has one gpu storage, which grows and shrinks in place: every view stays valid, also those that
 autograd saved (on several ranks: `slices.py`). Host payloads are carved from power-of-two slabs allocated once, before
 anything moves: the pinned allocator rounds each request up to a power of two, and pinning inside a hook can deadlock.
-`contents.py` knows the meaning of the bytes.
 """
 
 from __future__ import annotations

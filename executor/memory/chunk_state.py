@@ -1,23 +1,22 @@
 """ChunkState: which copies of a chunk's lists are current, and where its gradients are.
 
-[Note: where a gradient is] A gradient that left autograd is in exactly one of the lists of its chunk, on the gpu or on
-the host: in place in "param", in "grad" (on its way out) or in "grad32" (accumulated). `gradients` holds tensor indices
-by (place, list). The working list equals cast(param32), so a value that a gradient overwrote can be computed again.
+[Note: where a gradient is] A gradient that left autograd is in exactly one list of its chunk, on the gpu or on the
+host: in place in "param", in "grad" (on its way out) or in "grad32" (accumulated). `gradients` holds tensor indices by
+(place, list). The working list equals cast(param32), so a value that a gradient overwrote can be computed again.
 
 [Note: gradients in the master copy] Where the working list has param32's dtype, an update would write each value twice.
-So if no step moves a list of the chunk, a gradient for "param" is written into the slot of param32 on the gpu (`lent`),
-and the value stays, and is updated, in the working list. The record reads as if the slots were exchanged; `Arena.at`
-and `Arena.free` exchange them (`ChunkGradients.settle`) before anyone else meets one of the lists. Where work is issued
-ahead, nothing is lent: no order would put an exchange before reads of other queues.
+So if no step moves a list of the chunk, a gradient for "param" is written into param32's slot on the gpu (`lent`), and
+the value is updated in the working list. The record reads as if the slots were exchanged; `Arena.at` and `Arena.free`
+exchange them (`ChunkGradients.settle`) before anyone else meets a list. Where work is issued ahead, nothing is lent: no
+order would put an exchange before reads of other queues.
 
 [Note: between two lines] Ctrl-C may come between any two lines of this folder, and `zero_grad()` continues from the
 ledger as it is then (`off_plan/mending.py`). So a slot enters `gradients`, and a copy ceases to be current, before it
-is written over; a copy becomes current after it is written. Three changes cannot be so ordered and are
-marked: an addition to a gradient (`adding`), the update (`updating`), and a list that has memory but no content yet
-(`hollow`).
+is written over; a copy becomes current after it is written. Changes that cannot be so ordered are marked: an addition
+to a gradient (`adding`), the update (`updating`), and a list with memory but no content yet (`hollow`).
 
-On several ranks this is about this rank's slice (`slices.py`): `whole` says that the other slices of the working list
-are on the gpu too and current, and an index in `gradients` stands for this rank's part, which may be empty.
+On several ranks this is about this rank's slice (`slices.py`): `whole` says that the gpu has the working list's other
+slices too, current; an index in `gradients` stands for this rank's part, which may be empty.
 """
 
 from __future__ import annotations

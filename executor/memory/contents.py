@@ -1,7 +1,6 @@
 """The contents of payloads, and each step's effect on them.
 
-Every action checks before it changes anything: fetching a working list that a gradient has overwritten raises
-PlanError.
+Every action checks before it changes anything.
 
 Here lists move; gradients are in `gradients.py`, updates in `update.py`, other ranks in `exchange.py`.
 """
@@ -308,7 +307,6 @@ class Contents:
         self.arena.free(place, chunk, list_name)
 
     def free_hollow(self, chunk: int) -> None:
-        """Free the memory of lists that have no content yet."""
         state = self.chunks[chunk]
         for place, name in list(state.hollow):
             if name == "param":

@@ -1,17 +1,17 @@
 """A rank's part of a chunk, and a gpu payload that is this slice or the whole.
 
 [Note: several ranks] of pstar_sim/core/step.py: rank r of P has elements [r * S, (r + 1) * S). Modules read whole
-parameters, and whole gradients arrive. So parameters are views of a storage of P * S elements, with memory only while
+parameters, and whole gradients arrive, so parameters are views of a storage of P * S elements, with memory only while
 the others' slices are here (OTHERS in core/step.py); otherwise the own slice lives in its own.
 
 [Note: what a slice moves through] When the others' slices get memory, the own slice is copied into the whole storage
-and its own memory is given back; when they are freed, the reverse happens. Both exist during the copy: one slice more
-than the plan counts, never two: one payload changes form at a time. A plan that drops "param" before "remote" likewise
+and its own memory given back; when they are freed, the reverse. During the copy both exist: one slice more than the
+plan counts, never two, because one payload changes form at a time. A plan that drops "param" before "remote" likewise
 keeps its slice of the whole storage until the second drop. `GpuPayloads.peak_transient_bytes` measures these bytes.
 
 [Note: slices on streams] No edge of a plan orders a gather and a write-back of the same chunk: both read the own slice,
 wherever it is. Issued ahead, the write-back may read memory that the slice has left or not reached. So all work on own
-slices of a chunk is issued under its `Steady`: work that a queue issues there runs after all issued there earlier.
+slices of a chunk is issued under its `Steady`, and runs in the order of issue.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 others in fp32, which the CPU's leave in 16 bits. Every build of torch has both kernels, by the dispatch keys
 AutocastCUDA and AutocastCPU, but CUDA's cast CUDA tensors alone. Inside `rules_of("cuda")`, each operator with a kernel
 of CUDA's key gets one of the CPU's key that does the same to CPU tensors, and the CPU's others get none. What is done
-follows from the signature, except for those listed here. CUDA's softmax also goes from fp16 to fp32 in one kernel,
-where the CPU's first copies to fp32.
+follows from the signature, except for those listed here. CUDA's softmax goes from fp16 to fp32 in one kernel, where the
+CPU's first copies to fp32.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Operators whose fake version has less memory than the real one.
 
-A smaller fake result makes a captured tide too low. `SEEN_SMALLER` lists such operators of torch 2.13: results of 578
-(torch's operator samples, forward and backward, and common modules) were compared with their fake versions; all others
-were equal to the byte. A listed operator runs once for each shape on zeros, whose results' sizes count. Those too large
-for that, or not torch's own, are named in the trace's notes. `mkldnn_rnn_layer_backward` is left alone, though its real
-version has one bias more: it would read a workspace of zeros.
+A smaller fake result makes a captured tide too low. `SEEN_SMALLER` lists such operators of torch 2.13, of 578 compared
+(torch's operator samples, forward and backward, and common modules); all others were equal to the byte. A listed
+operator runs once for each shape on zeros, for its results' sizes. Those too large for that, or not torch's own, are
+named in the trace's notes. `mkldnn_rnn_layer_backward` is left alone, though its real version has one bias more: it
+would read a workspace of zeros.
 
-No capture sees workspaces, nor memory that is not torch's, and another device may have other kernels, so a run's first
-iteration is compared with its trace (`measuring/first.py`).
+No capture sees workspaces, memory that is not torch's, or another device's kernels, so a run's first iteration is
+compared with its trace (`measuring/first.py`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ eagerly.
 
 A graph ends where the engine's hook is called between two modules, because chunks move there. While operators are
 counted, compiled functions run as written: torch does not compile under a dispatch mode, and never what it has passed
-over there. Importing torch's compiler takes seconds: only `untraced` does it, as every torch optimizer does.
+    over there. Importing torch's compiler takes seconds: only `untraced` does it.
 """
 
 from __future__ import annotations

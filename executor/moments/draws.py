@@ -2,9 +2,9 @@
 
 [Note: draws] A model with LayerDrop draws a number per layer, some as one array, and leaves out layers below a rate. A
 capture or recording has to show every layer: a plan has no states for a parameter without a gradient. So each number
-from [0, 1] is one of ANSWERS: the middle, by which no layer is dropped at a rate of at most 0.5, and only where some
-parameter got no gradient, the ends of the range. A training iteration that drops a layer is finished on demand.
-`prepare` warns of layers left out by other draws.
+from [0, 1] is one of ANSWERS: the middle, which drops no layer at rates up to 0.5, and only where some parameter got no
+gradient, the ends of the range. A training iteration that drops a layer is finished on demand. `prepare` warns of
+layers left out by other draws.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
 """MomentClock: module and autograd hooks turned into events; the one clock of capture and engine.
 
 [Note: the clock] Units are modules that own a parameter directly (tied ones included) and the root. An event closes the
-current moment and opens the next moment:
+current moment and opens the next, of the phase named last:
 
-| event           | fires                                                     | phase of the moment it opens    |
-|-----------------|-----------------------------------------------------------|---------------------------------|
-| begin:MODULE    | forward pre-hook, before any other pre-hook               | FWD; RECOMPUTE inside backward  |
-| end:MODULE      | forward hook                                              | FWD; RECOMPUTE inside backward  |
-| grad:MODULE     | the first gradient to reach an output of one call         | BWD                             |
-| backward-end    | the outermost backward has run every gradient             | BWD                             |
-| step            | `step()`, which the optimizer calls                       | ADAM                            |
+    begin:MODULE    forward pre-hook, before any other pre-hook           FWD; RECOMPUTE inside backward
+    end:MODULE      forward hook                                          FWD; RECOMPUTE inside backward
+    grad:MODULE     the first gradient to reach an output of one call     BWD
+    backward-end    the outermost backward has run every gradient         BWD
+    step            `step()`, which the optimizer calls                   ADAM
 
 Operations outside units belong to the moment in which they happen. Non-reentrant checkpointing stops a recomputation
 early, so an "end" may be missing, and the last recomputed module's backward lies in its "begin" moment. Outputs have
@@ -17,7 +15,7 @@ tensor hooks: full backward hooks wrap outputs in views, which breaks in-place o
 
 [Note: several models] A loop may call one model inside another's forward (a teacher), or between its forward and
 backward (a GAN). An operator belongs to the model whose event came last, until its moments are over: its backward or
-step has ended, or its forward has, and it was an evaluation or ran in another's forward.
+step has ended, or its forward has, which was an evaluation or ran in another's.
 """
 
 from __future__ import annotations
@@ -197,7 +195,7 @@ class MomentClock:
 
     @contextlib.contextmanager
     def side_by_side(self, before_event: Callable[[], None]) -> Iterator[None]:
-        """Inside this context several micro-batches are open; `turn_to` chooses the next events'.
+        """Several micro-batches are open; `turn_to` chooses the next events'.
 
         before_event: of a forward, may let other micro-batches run.
         """

@@ -185,7 +185,6 @@ class Demand:
     # -- evaluation between iterations --------------------------------------------------------------------------------
 
     def visit(self) -> None:
-        """Begin an evaluation between two iterations."""
         if self.cursor.visiting:
             return
         self.standstill.drain()

@@ -133,11 +133,11 @@ class Ladder(Sequence[Rung]):
         self.state.run.demand.leave(f"out of memory: {error.what} in moment {self.cursor.moment}")
 
     def recover(self, error: OutOfMemory | torch.OutOfMemoryError) -> None:
-        """Recover from a refusal of memory whose error reached the loop, which calls this (a CUDA allocation inside an
-        operator; on a virtual accelerator the guard handles it). The iteration's gradients are dropped, the next plan
-        is for less memory, and the loop runs the micro-batches again, as `executor.training.train_step` does. Operators
-        are watched from then on. Raises the error itself where eager updates of this iteration have been made, and
-        PlanError on several ranks, which wait for each other."""
+        """Recover from a refusal of memory whose error reached the loop (a CUDA allocation inside an operator; on a
+        virtual accelerator the guard handles it). The iteration's gradients are dropped, the next plan is for less
+        memory, and the loop runs the micro-batches again, as `executor.training.train_step` does. Operators are watched
+        from then on. Raises the error itself where eager updates of this iteration have been made, and PlanError on
+        several ranks, which wait for each other."""
         state, shortage, arena = self.state, self.shortage, self.state.run.arena
         backend = arena.backend
         if self.reader.updates.begun and state.ranks is None:

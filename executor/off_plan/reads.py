@@ -34,13 +34,7 @@ _ALIASES = frozenset({torch.Tensor.view_as, torch.Tensor.expand_as})
 
 @dataclass(frozen=True)
 class Contract:
-    """The loop's and the session's word on a read (`driving.loop.Loop`, `Session`).
-
-    ask(act, tensor=): raises ContractError where the contract refuses. refuse_while_updating(what): raises
-    ContractError while parameters may be changing. meet_interruption(): mends an interruption before values are read.
-    end_after_training(): ends the run if its training is over, whether it did. home(): the model's device before
-    `prepare` and after `close`.
-    """
+    """The loop's and the session's word on a read (`driving.loop.Loop`, `Session`)."""
 
     ask: Callable[..., Answer]
     refuse_while_updating: Callable[[str], None]

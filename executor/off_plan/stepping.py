@@ -47,7 +47,6 @@ class Stepping:
         self.carry_out(update)
 
     def carry_out(self, update: Update) -> None:
-        """Update the chunks that still have a gradient."""
         contents, arena, layout = self.run.contents, self.run.arena, self.run.plan.layout
         self._take_kept_back()
         chunks = [c for c in layout.chunks if contents.chunks[c.index].with_gradient()]

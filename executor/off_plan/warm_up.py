@@ -87,7 +87,6 @@ class WarmUp(Listener):
         return True
 
     def gradient_is_final(self, tensor: int) -> bool:
-        """Whether a gradient is the tensor's last in this micro-batch."""
         if self._recorder is not None:
             return self._recorder.gradient(tensor) >= self._firings.get(tensor, 1)
         key = (self._micro_batch, tensor)

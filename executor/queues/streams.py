@@ -1,13 +1,12 @@
 """Queues on an accelerator to which work is issued ahead of time.
 
-For other threads a device step has *ended* when it is issued; its event says when it has happened. A host step
-(CPU Adam's, disks') has ended when it has happened.
+For other threads a device step has *ended* when it is issued; its event says when it has happened. A host step (CPU
+Adam's, disks') has ended when it has happened.
 
 [Note: edges on streams] The thread that starts a step waits until the steps in its `after` have ended in that sense.
-From a device step to another queue's, the later step's stream or, for a host step, thread waits for the event; a host
-step has happened by then. So no event is waited for before it is recorded: such a wait returns at once, and the step
-would silently compute with wrong data. The training thread waits only for steps not issued yet: in the steady state,
-for host steps.
+From a device step to another queue's, the later step's stream or, for a host step, thread waits for the event. So no
+event is waited for before it is recorded: such a wait returns at once, and the step would silently compute with wrong
+data. The training thread waits only for steps not issued yet: in the steady state, for host steps.
 
 [Note: in flight] A chunk's ledger says "on the gpu" when its copy is issued, but the compute stream may read it only
 after the event, so its parameters stay parked until `land`, called by a moment for every chunk that it reads, by the

@@ -224,10 +224,9 @@ class ThreadQueues(QueuesBase):
         return None
 
     def end_step(self, i: int, iteration: int) -> None:
-        """[Note: who is woken] The lock is for a thread that finds the step not done and goes to sleep. A queue may
-        sleep until this step ends only if one of its steps waits for this step (`wakes`). Any other sleeper is in
-        `await_steps`, which counts itself in `_awaited` before it checks. Otherwise no thread has to be woken, and the
-        lock is not taken.
+        """[Note: who is woken] A queue may sleep until this step ends only if one of its steps waits for it (`wakes`).
+        Any other sleeper is in `await_steps`, which counts itself in `_awaited` before it checks. Otherwise no thread
+        has to be woken, and the lock is not taken.
         """
         self._progress.done[i] = iteration
         if self._progress.wakes[i] or self._awaited:

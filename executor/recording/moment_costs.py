@@ -3,7 +3,7 @@
 [Note: seconds of a moment] seconds = constant + products by shape + other flops / rate + other bytes / bandwidth, as in
 cost.py. Bytes are those that operators read and write, as a capture counts them, and the engine's for an arriving
 gradient (copy and norm: three times its bytes). Products and attention are measured alone
-(`executor/calibration/shapes.py`), bandwidth and constant fitted to recorded moments of a small model: caches and the
+(`executor/calibration/shapes.py`), bandwidth and constant fitted to recorded moments of a small model: caches and
 allocator treat operators differently inside a training step.
 
 The engine's part is the difference to plain torch on many layers too small to compute anything.

@@ -116,8 +116,8 @@ def _numbers(row: Row) -> dict[str, float]:
 
 class StepLog:
     """Writes a row per step: loss, learning rate, gradient norm, seconds, tokens per second, waits by cause, bytes
-    moved and held. On several ranks every rank calls it; the loss is of all ranks, and the first one writes. Close it
-    at the end, or use it as a context.
+    moved and held. On several ranks every rank calls it; the loss is of all ranks, and the first one writes. Close it,
+    or use it as a context.
 
     targets: as for `open_sink`, or sinks.
     append: whether the rows of files stay.

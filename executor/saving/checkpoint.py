@@ -90,7 +90,7 @@ def save(optimizer: Trained, folder: str | Path, *, extra: Any = None, shard_byt
 
     Every rank calls it, with one folder that all see; the first rank's `extra` is kept. Raises ContractError between a
     forward and `step()`, CheckpointError if the folder holds other files, the disk has no room, or writing fails (on
-    any rank); the former content is then still there.
+    any rank).
     """
     session = optimizer.session
     session.standstill.require_running()

@@ -92,7 +92,6 @@ def is_checkpoint(folder: str | Path) -> bool:
 
 
 def find_checkpoint(folder: str | Path) -> Path:
-    """Itself, or the one beside it if a save was killed between two renames."""
     return whole_folder.find(Path(folder).expanduser(), is_checkpoint)
 
 

@@ -1,8 +1,7 @@
 """Loads a checkpoint into a prepared model, under the same plan or another.
 
-A folder's errors are found before anything changes: files missing, of another size or checksum, another model or
-groups, a newer schema, states that do not cover their tensors. For checksums a host's ranks share a reading of the
-whole folder. A load that fails later leaves a session that refuses every act until one ends (`Loop.loading`).
+A folder's errors are found before anything changes. For checksums a host's ranks share a reading of the whole folder. A
+load that fails later leaves a session that refuses every act until one ends (`Loop.loading`).
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ def load(optimizer: Trained, folder: str | Path, *, generators: bool = True, che
     checkpoint's other values.
 
     The plan may differ; every rank calls this. Raises CheckpointError for a folder that is partial, damaged, of another
-    model, or from a newer version, before anything is changed; ContractError between a forward and `step()`.
+    model or groups, or from a newer version, before anything is changed; ContractError between a forward and `step()`.
 
     generators: set the global random generators (torch, Python, numpy) too, on each rank its own.
     checksums: compare all files' first, which reads the folder once more.

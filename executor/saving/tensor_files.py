@@ -6,8 +6,7 @@ writer's rows make elements on request.
 [Note: checksums] XXH3 of 64 bits, by xxhash: on one core faster than memory is copied, where zlib's CRC32 is about as
 slow as a disk. It is of a whole file, taken as it is written.
 
-Format (https://huggingface.co/docs/safetensors): 8 bytes little-endian length n; n bytes of JSON with each tensor's
-dtype, shape, and first and last byte; then the bytes. Every byte belongs to exactly one tensor.
+Format: https://huggingface.co/docs/safetensors; every byte belongs to exactly one tensor.
 """
 
 from __future__ import annotations

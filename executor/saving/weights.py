@@ -1,16 +1,14 @@
 """Streams weights from a folder straight into chunks.
 
-Headers of safetensors are compared with a model before anything is allocated. Then each tensor is read a piece at a
-time into one buffer and cast into every list that holds it, the fp32 master first. The model needs no memory: build it
-under `parameters_on_meta()` (devices/on_meta.py). Host memory peaks at the steady state (slabs and chunks), buffers,
-and one piece (16 MiB).
+Headers of safetensors are compared with a model before anything is allocated. Then each tensor is read a piece (16 MiB)
+at a time into one buffer and cast into every list that holds it, the fp32 master first. The model needs no memory:
+build it under `parameters_on_meta()` (devices/on_meta.py). Host memory peaks at slabs, chunks, buffers, and one piece.
 
 [Note: which value a master gets] Masters have the file's values, whatever its dtype, and the working copy is
 cast(master): under a bf16 plan an fp32 file gives more precise masters.
 
-[Note: adapters] A model under peft is loaded from its base model's folder: names there lack "base_model.model." and
-".base_layer", and adapters have no file. These keep their values; on meta (the base's device) they get peft's initial
-values.
+[Note: adapters] A model under peft is loaded from its base model's folder, where names lack "base_model.model." and
+".base_layer". Adapters have no file and keep their values; on meta (the base's device) they get peft's initial values.
 """
 
 from __future__ import annotations

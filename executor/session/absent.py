@@ -1,15 +1,13 @@
 """Absent gradients: a rank does not call a module of the plan (a routed expert).
 
-The collectives of a plan are the same on every rank, so an iteration on several ranks cannot continue off the plan. If
-a rank's next event belongs to a later moment of the micro-batch, it passes over those in between: their fetches,
-gathers and sums take place. A gradient that is due and has not come is zero in the sum; one that comes before its
-moment waits in `.grad` (the last module that uses the parameter is then passed over); one that comes after it ends the
-run, as does any other order of events.
+A plan's collectives are the same on every rank, so an iteration on several ranks cannot continue off the plan. If a
+rank's next event belongs to a later moment of the micro-batch, it passes over those in between: their fetches, gathers
+and sums take place. A due gradient that has not come is zero in the sum; one before its moment waits in `.grad` (the
+last module that uses the parameter is then passed over); one after it ends the run, as does any other order of events.
 
-[Note: zero or none] In plain torch an unused parameter has no gradient and is not updated; one of zero would decay
-moments and change weights. So before the updates the ranks tell each other which parameters had none in any
-micro-batch, and what no rank used is not updated. Eager updates run before that: with them such an iteration ends the
-run.
+[Note: zero or none] In plain torch a parameter without a gradient is not updated; one of zero would decay moments and
+change weights. So before the updates the ranks tell each other which parameters had none in any micro-batch, and what
+no rank used is not updated. Eager updates run before that: with them such an iteration ends the run.
 """
 
 from __future__ import annotations

@@ -49,7 +49,6 @@ class AtWork:
         self.depth -= 1  # not in a `finally`: a block interrupted before this line stays open, and `outermost` finds it
 
     def note(self, error: BaseException) -> None:
-        """An interruption that leaves a block sets `torn`."""
         if not isinstance(error, Exception):
             self.torn = True
 

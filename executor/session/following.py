@@ -84,7 +84,6 @@ class Following:
         return self.later_moment_of(event)
 
     def later_moment_of(self, event: ModuleEvent) -> int | None:
-        """The moment that the event opens, if it comes after the next."""
         return None
 
     def pass_to(self, moment: int) -> None:

@@ -39,7 +39,7 @@ class Standstill:
 
     @contextlib.contextmanager
     def still(self) -> Iterator[None]:
-        """Inside this context nothing moves; updates of finished iterations are done."""
+        """`rest` until the context ends."""
         state = self.state
         if not state.at_work.depth:
             self._meet_interruption()

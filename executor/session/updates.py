@@ -120,7 +120,6 @@ class Updates:
 
     @property
     def grad_norm(self) -> float | None:
-        """Of the last gradients before clipping; None without clipping or an update."""
         update = self.last
         if update is None or update.max_grad_norm is None:
             return None
