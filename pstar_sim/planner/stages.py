@@ -787,9 +787,9 @@ def machine_of_stage(machine: Machine, parallelism: Parallelism, stage: int) -> 
     here = min(gpus, local) // tensor  # ranks of a node that are planned: one stands for all that split its tensors
     part = here / local
     host, disks, network = machine.host, machine.nvme, machine.network
-    ranks = _roomy_first(machine)[stage * gpus : (stage + 1) * gpus : tensor]
-    if any((rank.gpu, rank.link) != (ranks[0].gpu, ranks[0].link) for rank in ranks):
-        kinds = " and ".join(dict.fromkeys(rank.gpu.name for rank in ranks))
+    every = _roomy_first(machine)[stage * gpus : (stage + 1) * gpus]
+    if any((rank.gpu, rank.link) != (every[0].gpu, every[0].link) for rank in every):
+        kinds = " and ".join(dict.fromkeys(rank.gpu.name for rank in every))
         raise PstarError(
             f"{machine.name}: stage {stage} would have GPUs that differ, {kinds}; take so many stages that the GPUs of "
             "each are equal"
@@ -798,13 +798,13 @@ def machine_of_stage(machine: Machine, parallelism: Parallelism, stage: int) -> 
     return replace(
         machine,
         name=f"{machine.name} stage {stage}" if parallelism.pipeline > 1 else machine.name,
-        ranks=tuple(replace(rank, batch_share=1 / summing) for rank in ranks),
+        ranks=tuple(replace(rank, batch_share=1 / summing) for rank in every[::tensor]),
         nodes=summing // here,
         network=network if network is None else replace(network, bytes_per_s=network.bytes_per_s / tensor),
         groups=_groups_of(machine, parallelism),
         host=host if part == 1 else _part_of_host(host, part),
         nvme=disks if disks is None or part == 1 else _part_of_disks(disks, part),
-        root_bytes_per_s=_part_of_root(machine, ranks[:here]),
+        root_bytes_per_s=_part_of_root(machine, every[: here * tensor], tensor),
         price_usd_per_hour=None if price is None else price / parallelism.pipeline,
         neighbours=tuple(
             Neighbour(stage=other, fabric=_between(machine, stage * gpus, other * gpus, here * tensor))
@@ -887,9 +887,13 @@ def _part_of_disks(disks: Nvme, part: float) -> Nvme:
     )
 
 
-def _part_of_root(machine: Machine, ranks: Sequence[Rank]) -> float | None:
-    here = Counter(rank.root for rank in ranks if rank.root is not None)
-    if machine.root_bytes_per_s is None or not here:
+def _part_of_root(machine: Machine, ranks: Sequence[Rank], tensor: int) -> float | None:
+    """So that the most planned ranks on one switch have what each rank on the fullest one has.
+
+    ranks: of a stage in a node, of which one stands for `tensor`.
+    """
+    planned = Counter(rank.root for rank in ranks[::tensor] if rank.root is not None)
+    if machine.root_bytes_per_s is None or not planned:
         return machine.root_bytes_per_s
     every = Counter(rank.root for rank in machine.ranks[: machine.local_ranks])
-    return machine.root_bytes_per_s * max(count / every[root] for root, count in here.items())
+    return machine.root_bytes_per_s * (max(planned.values()) / max(every[rank.root] for rank in ranks))

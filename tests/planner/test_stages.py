@@ -23,7 +23,7 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.plan_set import Meeting, PlanSet, meetings_of
 from pstar_sim.core.set_file import read_plans, save_set
 from pstar_sim.core.step import Kind, Place, Queue
-from pstar_sim.cost import CostModel
+from pstar_sim.cost import CostModel, expected_link
 from pstar_sim.errors import CannotPlan, DoesNotFit, PlanError, PstarError
 from pstar_sim.planner.cheapest import cheapest
 from pstar_sim.planner.grid import load_grid
@@ -355,6 +355,15 @@ def test_ranks_that_split_a_layer_are_one_in_the_plan(node: Machine) -> None:
     assert two.network.bytes_per_s == whole.bytes_per_s / 4
 
 
+@pytest.mark.parametrize("text", ["dp=4", "pp=2", "tp=2", "tp=4", "tp=2,pp=2"])
+def test_all_ranks_on_a_switch_share_it_also_those_that_are_not_planned(node: Machine, text: str) -> None:
+    """One GPU has a switch of its own, three share one: no rank is planned faster than a third of it."""
+    ranks = tuple(replace(rank, root=min(n, 1)) for n, rank in enumerate(node.ranks))
+    spread = Parallelism.parse(text)
+    own = machine_of_stage(replace(node, ranks=ranks, root_bytes_per_s=6e9), spread, spread.pipeline - 1)
+    assert expected_link(own).h2d_bytes_per_s == pytest.approx(2e9)
+
+
 def test_a_sum_over_the_ranks_of_a_layer_is_twice_a_gather(node: Machine) -> None:
     """2 (t - 1) hops of a latency and of a t-th of the bytes, in the moments that wait for it. (Where Python is slower
     than the GPU, each sum is one operator more.)"""
@@ -538,7 +547,7 @@ def test_long_sequences_are_split_and_short_ones_shared(node: Machine) -> None:
 
 
 def test_jobs_that_cannot_be_cut_say_why(node: Machine) -> None:
-    mixed = load_machine("a100-40x2+v100-32x2")
+    mixed, unlike = load_machine("a100-40x2+v100-32x2"), load_machine("rtx5090+rtx3090")
     for job, machine, text, message in (
         (replace(JOB, batch=3), node, "pp=2", "batch is 3; the 2 ranks of a stage share it, so give a multiple of 2"),
         (JOB, node, "pp=3", "3 stages of 1 ranks are not the 4 GPUs; pp=2 would be"),
@@ -550,6 +559,8 @@ def test_jobs_that_cannot_be_cut_say_why(node: Machine) -> None:
             "pp=1",
             "stage 0 would have GPUs that differ, a100-40 and v100-32; take so many stages",
         ),
+        (JOB, mixed, "tp=4,sp", "stage 0 would have GPUs that differ, a100-40 and v100-32; take so many stages"),
+        (JOB, unlike, "tp=2", "stage 0 would have GPUs that differ, rtx5090 and rtx3090; take so many stages"),
     ):
         with pytest.raises(PstarError) as error:
             plan_stages(job, machine, "tide", Parallelism.parse(text))
@@ -601,6 +612,9 @@ class TestUnequalGpus:
         assert {w.parallelism.cut for w in ways} == {"even", "speed"}
         assert any("stage 0 would have GPUs that differ" in words for words in left_out)
         ways = [way for way in ways if way.micro_batches == 8]
+        four, left_out = ways_to_spread(replace(self.JOB, batch=4), load_machine("a100-40x2+v100-32x2"))
+        assert four and all(way.parallelism.pipeline > 1 for way in four)
+        assert any("tp=4,dp=1: " in words and "GPUs that differ" in words for words in left_out)
         found = compare_stages(replace(self.JOB, batch=2), machine, ["all_on_gpu"], ways, every=True)
         assert found.gain_of_cut is not None and found.gain_of_cut > 1.1
         assert f"stages cut by speed: {found.gain_of_cut:.2f} times as fast" in stages_text(found)
