@@ -529,7 +529,8 @@ def _bound_s(job: Job, machine: Machine, way: Way, settings: Settings) -> float:
 
 def _row(said: StagesRow, planned: PlannedStages) -> StagesRow:
     plans = planned.plans.plans
-    tflops, mfu = tflops_and_mfu([plan.workload for plan in plans], planned.iteration_s, plans[0].machine)
+    machines = (plan.machine for plan in plans)
+    tflops, mfu = tflops_and_mfu([plan.workload for plan in plans], planned.iteration_s, *machines)
     return replace(
         said,
         fits=True,

@@ -617,6 +617,9 @@ class TestUnequalGpus:
         assert any("tp=4,dp=1: " in words and "GPUs that differ" in words for words in left_out)
         found = compare_stages(replace(self.JOB, batch=2), machine, ["all_on_gpu"], ways, every=True)
         assert found.gain_of_cut is not None and found.gain_of_cut > 1.1
+        for row in found.rows:
+            mean = (312 + 125) / 2  # of the datasheets, in fp16
+            assert row.tflops_per_gpu is not None and row.mfu == pytest.approx(row.tflops_per_gpu / mean)
         assert f"stages cut by speed: {found.gain_of_cut:.2f} times as fast" in stages_text(found)
         job = Job(model="gpt2", batch=1, seq=512, lora="r=8,targets=c_attn", base="NF4", checkpointing=False)
         words = "gpt2, sequence 512, no checkpointing, lora r=8,targets=c_attn, base nf4, on "
