@@ -54,21 +54,27 @@ class Whereabouts:
 def express_set(
     plans: PlanSet, express: Callable[[Plan], Expressed], degrees: Callable[[Parallelism], Parallelism]
 ) -> Expressed:
-    """All stages' plans; the first stage's stands for all. Its tokens are those of a rank.
+    """All stages' plans; that of the stage which keeps least on the GPU stands for all. Its tokens are those of a rank.
 
     express, degrees: the framework's (targets.py).
     """
-    first, spread = plans.plans[0], replace(plans.parallelism, data=None, shard=None)
-    found, said = express(first), degrees(replace(spread, cut=CUTS[0]))
+    kept = [(where.params_on_gpu, where.states_on_gpu) for where in map(whereabouts, plans.plans)]
+    stage = min(range(len(kept)), key=lambda n: sum(kept[n]))
+    plan, spread = plans.plans[stage], replace(plans.parallelism, data=None, shard=None)
+    found, said = express(plan), degrees(replace(spread, cut=CUTS[0]))
     own, parts = found.configuration, spread.context
     configuration = replace(
         own,
         parallelism=said,
-        micro_batches=first.workload.micro_batches,
+        micro_batches=plan.workload.micro_batches,
         train_batch=None if own.train_batch is None else own.train_batch // parts,
-        details=(*own.detail.items(), *([("sequence", first.workload.sequence * parts)] if parts > 1 else [])),
+        details=(*own.detail.items(), *([("sequence", plan.workload.sequence * parts)] if parts > 1 else [])),
     )
     cannot = [] if said == spread else [f"{spread}: {configuration.framework} has {said}"]
+    if more := [str(n) for n, shares in enumerate(kept) if shares != kept[stage]]:
+        cannot.append(
+            f"what stages {', '.join(more)} keep on the GPU beyond stage {stage}: the file has one place for all"
+        )
     return Expressed(configuration=configuration, says=(str(said), *found.says), cannot=(*found.cannot, *cannot))
 
 

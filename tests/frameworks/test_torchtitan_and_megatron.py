@@ -176,6 +176,20 @@ def test_ranks_that_split_a_sequence_are_written_and_read() -> None:
         assert str(found.parallelism) == "cp=2" and found.detail["sequence"] == 64 and found.train_batch == 4
 
 
+@pytest.mark.parametrize("leaves", [None, 0, 1])
+def test_a_file_for_all_stages_offloads_if_any_does(leaves: int | None) -> None:
+    """Two stages, of which one leaves the GPU, or none."""
+    job, machine = Job(model="tiny-gpt2", batch=4, seq=64, micro_batches=4), load_machine("a100-40x8", gpus=4)
+    stays, goes = (
+        plan_stages(job, machine, policy, Parallelism(pipeline=2)).plans for policy in ("tide", "zero_infinity")
+    )
+    plans = replace(stays, plans=tuple((goes if n == leaves else stays).plans[n] for n in (0, 1)))
+    for framework, words in ((torchtitan, "enable_cpu_offload = true"), (megatron, "--optimizer-cpu-offload")):
+        made = express_set(plans, framework.express, framework.degrees)
+        assert (words in framework.write(made.configuration)) is (leaves is not None)
+        assert any(f"beyond stage {leaves}: the file" in what for what in made.cannot) is (leaves is not None)
+
+
 def test_megatron_keeps_parameters_and_gradients_on_the_gpu() -> None:
     """4 layers of 100,000 parameters; a quarter of the optimizer on the host."""
     w = chain_workload(4, 100_000)

@@ -840,13 +840,14 @@ class TestCommands:
         assert main(["plan", *self.ARGS, "--parallel", "pp=2", "-o", file]) == 0
         assert main(["export", file, "--torchtitan", titan, "--megatron", flags]) == 0
         assert "torchtitan: pp=2; 1 sequences per GPU in 4 micro-batches" in " ".join(capsys.readouterr().out.split())
-        for path, named in ((titan, []), (flags, ["--policy", "tide"])):
+        files = (titan, [], "zero_infinity:bucket=0,reuse=0"), (flags, ["--policy", "tide"], "zero3_offload")
+        for path, named, policy in files:  # of stage 1, which leaves its GPU
             assert main(["fits", "--model", "tiny-gpt2", *machine, "--like", path, *named, "--json"]) == 0
             said = capsys.readouterr()
             rows = json.loads(said.out)
             rows = rows["rows"] if isinstance(rows, dict) else rows
             assert {row["parallel"] for row in rows} == {"pp=2"} and len(rows) == 1 + len(named) // 2
-            assert "predicted as all_on_gpu, pp=2" in said.err
+            assert f"predicted as {policy}" in said.err and ", pp=2" in said.err
         assert main(["export", file, "--deepspeed", str(tmp_path / "ds.json")]) == 2
         assert "--deepspeed cannot say; --torchtitan and --megatron can" in capsys.readouterr().err
         assert main(["compare", "--model", "tiny-gpt2", *machine, "--like", titan, "--like", flags]) == 2
