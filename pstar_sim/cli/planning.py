@@ -304,13 +304,13 @@ def check(
     from pstar_sim.core.plan_set import PlanSet
     from pstar_sim.core.set_file import read_plans
     from pstar_sim.planner.stated import examine
+    from pstar_sim.units import format_count
 
     loaded = read_plans(Path(path))
     if isinstance(loaded, PlanSet):
         if lp:
-            raise PstarError(
-                f"{path}: has the plans of {len(loaded.plans)} stages; leave out --certify, which is of one"
-            )
+            stages = format_count(len(loaded.plans), "stage")
+            raise PstarError(f"{path}: has the plans of {stages}; leave out --certify, which is of one")
         with named(path):
             return check_set(path, loaded, json=json)
     of = f"{path}: {loaded.policy} for {loaded.workload.model} on {loaded.machine.name}"
@@ -439,6 +439,7 @@ def stages(
     from pstar_sim.core.set_file import read_plans
     from pstar_sim.report.stages import stages_csv, stages_figure
     from pstar_sim.sim.play import play_stages
+    from pstar_sim.units import format_count
 
     check_looks(drawn, picture, [path])
     plans = read_plans(Path(path))
@@ -448,7 +449,7 @@ def stages(
         prove_set(plans)
     timelines = play_stages(plans)
     draw(lambda look: stages_figure(plans, timelines, look=look), drawn, picture)
-    tell(f"{drawn}: {len(plans.plans)} stages")
+    tell(f"{drawn}: {format_count(len(plans.plans), 'stage')}")
     if picture.data is not None:
         write_table(picture.data, stages_csv(plans, timelines))
     return 0

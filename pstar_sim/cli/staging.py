@@ -190,6 +190,7 @@ def plan_spread(
 
 def check_set(path: str, plans: PlanSet, *, json: bool) -> int:
     from pstar_sim.planner.stages import examine_set
+    from pstar_sim.units import format_count
 
     reports, seconds = examine_set(plans)
     stated = " as stated" if all("iteration_s" in plan.predictions for plan in plans.plans) else ""
@@ -201,13 +202,12 @@ def check_set(path: str, plans: PlanSet, *, json: bool) -> int:
         say_answer(header, plan=path, ok=True, **said, stages=stages)
         return 0
     first = plans.plans[0]
-    lines = [f"{path}: {first.policy} for {first.workload.model} on {len(plans.plans)} stages ({plans.parallelism})"]
+    count, meetings = format_count(len(plans.plans), "stage"), format_count(len(plans.meetings), "meeting")
+    lines = [f"{path}: {first.policy} for {first.workload.model} on {count} ({plans.parallelism})"]
     for n, report in enumerate(reports):
         what, *peaks = report.describe().splitlines()[: 1 + len(report.peak_bytes)]
         lines += [f"stage {n}: {what}", *(f"  {peak}" for peak in peaks)]
-    lines.append(
-        f"{len(plans.meetings)} meetings, in no circle; simulated together{stated}: {seconds:.6g} s per iteration"
-    )
+    lines.append(f"{meetings}, in no circle; simulated together{stated}: {seconds:.6g} s per iteration")
     tell("\n".join(lines))
     return 0
 

@@ -389,7 +389,8 @@ def compare_stages(
                 try:
                     row, stages = asked.answer(own, policy, whole=alone)
                 except CannotPlan as error:
-                    missing.setdefault(f"by {policy}: {error}", []).append(str(own.parallelism))
+                    why = str(error).removeprefix(f"{policy}: ")
+                    missing.setdefault(f"by {policy}: {why}", []).append(str(own.parallelism))
                     continue
                 rows.append(row)
                 planned |= {row: stages} if stages else {}
@@ -582,11 +583,15 @@ def plan_stages(
             cut = _layers_of(job, machine, parallelism, shape=shape, most=most)
             most[stage] = len(cut[stage]) - 1
             if parallelism.cut == CUTS[0] or error.place != "gpu" or not most[stage] or sum(most) < cut[-1].stop:
-                raise error.restated(what=f"stage {stage}: {error.what}") from error
+                raise error.restated(what=f"{_named(parallelism, stage)}{error.what}") from error
         except (CannotPlan, PlanError) as error:
-            raise CannotPlan(f"stage {len(plans)}: {error}") from error
+            raise CannotPlan(f"{_named(parallelism, len(plans))}{error}") from error
     planned = _together(parallelism, plans)
     return planned_again(planned, policy, settings) if again else planned
+
+
+def _named(spread: Parallelism, stage: int) -> str:
+    return f"stage {stage}: " if spread.pipeline > 1 else ""
 
 
 def planned_again(planned: PlannedStages, policy: str | Policy, settings: Settings) -> PlannedStages:
@@ -649,15 +654,16 @@ def stages_shortage(
         workloads = stages_of(own, machine, spread, shape=shape)
         for stage in range(len(workloads)) if spread.cut != CUTS[0] else sorted({0, len(workloads) - 1}):
             part = machine_of_stage(machine, spread, stage)
+            where = f"{spread}, stage {stage}" if spread.pipeline > 1 else str(spread)
             try:
                 short = shortage(
                     sharded_as(policy, spread.shard), workloads[stage], part, settings, loading=loading, others=False
                 )
             except CannotPlan as error:
-                refusals.append(CannotPlan(f"{spread}, stage {stage}: {error}"))
+                refusals.append(CannotPlan(f"{where}: {error}"))
                 break
             if short is not None:
-                refusals.append(short.restated(what=f"{spread}, stage {stage}: {short.what}"))
+                refusals.append(short.restated(what=f"{where}: {short.what}"))
                 break
         else:
             return None
@@ -693,8 +699,8 @@ def stages_of(
     shape: the model's, if it is not in the catalog.
     most: layers of each stage that is cut by speed, if limited.
     """
-    cells = cells_of(parallelism.schedule, parallelism.pipeline, job.micro_batches or 1, parallelism.virtual)
     parts = list(_micro_batch_of_parts(job, machine, parallelism, shape=shape, most=most))
+    cells = cells_of(parallelism.schedule, parallelism.pipeline, job.micro_batches or 1, parallelism.virtual)
     return [in_schedule(parts[number :: len(cells)], cells, number) for number in range(len(cells))]
 
 
@@ -819,6 +825,7 @@ def _groups_of(machine: Machine, parallelism: Parallelism) -> tuple[Group, ...]:
     """Raises PstarError for ranks of cp or ep that do not fill nodes. What an all-to-all has for ranks of its own node
     stays inside, beside what leaves it by a share of the network."""
     groups, tensor, local = [], parallelism.tensor, machine.local_ranks
+    summing = parallelism.data_on(machine.world_size) * parallelism.context
     if tensor > 1:
         groups.append(Group(name=TENSOR, ranks=tensor, fabric=_inside(machine)))
     for name, key, ranks, what in (
@@ -827,9 +834,12 @@ def _groups_of(machine: Machine, parallelism: Parallelism) -> tuple[Group, ...]:
     ):
         here = tensor * ranks
         if here % local and local % here:
+            near = [n for n in _divisors(summing) if not (tensor * n) % local or not local % (tensor * n)]
+            best = min(near, key=lambda n: (abs(n - ranks), n))
+            beside = f",dp={summing // best}" if name == CONTEXT and parallelism.data else ""
             raise PstarError(
                 f"parallelism {parallelism}: {here} GPUs {what}, which do not fill the nodes of {machine.name}, of "
-                f"{local} GPUs each; take {key} so that they do"
+                f"{local} GPUs each; {key}={best}{beside} would"
             )
         if ranks > 1 and name == EXPERTS and here > local:
             away = here // local

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -248,6 +249,11 @@ class TestTensorParallel:
         [
             ("gpt2", 5, "tp is 5; it divides 12 heads, 12 heads of keys and 3072 feed-forward columns, as 4 would"),
             ("llama-3.1-8b", 16, "as 8 would"),
+            (
+                "gemma-3-1b",
+                2,
+                "4 heads, 1 head of keys and 6912 feed-forward columns, which only 1 would: leave tp out",
+            ),
             ("deepseek-v3", 2, "layers with latent attention are not split over ranks"),
             ("qwen3-30b-a3b", 8, "6144 feed-forward columns and 768 columns of an expert, as 4 would"),
         ],
@@ -427,7 +433,6 @@ class TestParallelism:
             ("tp=2,pp=2,dp=4", "replica(pipeline(stage(split(2)), stage(split(2))), count=4)"),
             ("pp=3,schedule=gpipe", 'replica(pipeline(stage(), stage(), stage(), schedule="gpipe"))'),
             ("pp=2,schedule=interleaved,v=2", 'replica(pipeline(stage(), stage(), schedule="interleaved", virtual=2))'),
-            ("schedule=gpipe", 'replica(pipeline(stage(), schedule="gpipe"))'),
             ("dp=2,shard=states", 'replica(stage(), count=2, shard="states")'),
             ("pp=2,cut=speed", 'replica(pipeline(stage(), stage(), cut="speed"))'),
         ],
@@ -438,8 +443,13 @@ class TestParallelism:
         assert made == Parallelism.parse(text) and str(made) == text and made.composed == composed
 
     def test_primitives_that_do_not_nest_say_why(self) -> None:
-        with pytest.raises(PstarError, match=r"stage 1 is of pp=1 and stage 0 of tp=2; .* so give each split\(2\)"):
+        with pytest.raises(
+            PstarError,
+            match=r"stage 1 is stage\(\) and stage 0 stage\(split\(2\)\); .* so give stage\(split\(2\)\) for",
+        ):
             pipeline(stage_part(split(2)), stage_part())
+        with pytest.raises(PstarError, match=r"so give stage\(split\(context=2\)\) for each"):
+            pipeline(stage_part(), stage_part(split(context=2)))
         with pytest.raises(PstarError, match="a stage holds a split or nothing"):
             stage_part(replica(stage_part(), count=2))
         with pytest.raises(PstarError, match="replicas of replicas are one replica"):
@@ -448,17 +458,29 @@ class TestParallelism:
             pipeline()
 
     @pytest.mark.parametrize(
+        ("make", "name"),
+        [(stage_part, "stage"), (pipeline, "pipeline"), (replica, "replica"), (Parallelism.parse, "parallelism")],
+    )
+    def test_what_is_no_parallelism_is_named(self, make: Callable[[Any], Parallelism], name: str) -> None:
+        with pytest.raises(PstarError, match=f"^{name} = 5: it must be "):
+            make(5)
+
+    @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("zz=4", "'zz=4' is not one of tp=, sp, cp=, ep=, pp=, dp=, schedule=, v=, cut=, shard= given once"),
+            ("zz=4", "'zz=4' is not one of tp=, sp, cp=, ep=, pp=, dp=, schedule=, v=, cut=, shard="),
             ("pp=2,v=2", "v is 2 and pp is 2; pp=2 or more, schedule=interleaved and v=2 or more go together"),
             ("v=2,schedule=interleaved", "v is 2 and pp is 1"),
             ("pp=2,schedule=interleaved", "v is 1 and pp is 2"),
             ("pp=2,schedule=interleaved,v=2,cut=speed", "cut=speed is for stages of one part"),
-            ("pp=2,pp=4", "'pp=4' is not one of"),
+            ("pp=2,pp=4", "'pp=4' gives pp again"),
+            ("tp", "'tp' has no value; write tp=, with one"),
+            ("tp=2,schedule=gpipe", "schedule=gpipe is for pipelines; give pp=2 or more, or leave it out"),
+            ("cut=speed", "cut=speed is for pipelines"),
+            ("shard=", "parallelism: shard = '': it must be one of none, states, parameters"),
             ("pp=0", "parallelism: pp = 0"),
             ("cp=0", "parallelism: cp = 0"),
-            ("tp=2,sp=2", "'sp=2' is not one of tp=, sp, cp=, ep=,"),
+            ("tp=2,sp=2", "'sp=2' has a value; write sp alone"),
             ("pp=many", "parallelism: pp = 'many'"),
             ("schedule=zb", "parallelism: schedule"),
         ],
@@ -468,15 +490,25 @@ class TestParallelism:
             Parallelism.parse(text)
         assert message in str(error.value)
 
-    def test_degrees_that_are_not_the_gpus_name_the_nearest_that_are(self) -> None:
-        with pytest.raises(PstarError, match="3 stages of 2 ranks are not the 8 GPUs; pp=2 would be"):
-            Parallelism(pipeline=3).data_on(8)
-        with pytest.raises(PstarError, match="2 stages of 3 ranks are not the 8 GPUs; take degrees whose product is 8"):
-            Parallelism(pipeline=2, data=3).data_on(8)
-        with pytest.raises(PstarError, match="2 stages of 4 ranks of 2 GPUs are not the 8 GPUs; pp=1 would be"):
-            Parallelism(tensor=2, pipeline=2, data=4).data_on(8)
-        with pytest.raises(PstarError, match="3 stages of 1 ranks of 4 GPUs are not the 8 GPUs; pp=2 would be"):
-            Parallelism(tensor=2, context=2, pipeline=3).data_on(8)
+    @pytest.mark.parametrize(
+        ("text", "gpus", "message"),
+        [
+            ("pp=3", 8, "pp=3 is 3 GPUs, and the machine has 8; pp=2 or pp=4 would do"),
+            ("cp=2", 1, "cp=2 is 2 GPUs, and the machine has 1; cp=1 would do"),
+            ("tp=4,dp=3", 8, "tp=4 times dp=3 is 12 GPUs, and the machine has 8; dp=2 would do"),
+            ("tp=3,pp=2", 8, "tp=3 times pp=2 is 6 GPUs, and the machine has 8; tp=2 or tp=4 would do"),
+            ("tp=3,dp=3", 8, "; tp=2,dp=4 or tp=4,dp=2 would do"),
+            ("tp=2,pp=2,dp=4", 8, "; tp=1 or pp=1 would do"),
+            ("pp=2,schedule=gpipe", 3, "; pp=3 would do"),
+            ("tp=2,sp", 1, "; tp=1 without sp would do"),
+        ],
+    )
+    def test_degrees_that_are_not_the_gpus_name_the_nearest_that_are(self, text: str, gpus: int, message: str) -> None:
+        with pytest.raises(PstarError) as error:
+            Parallelism.parse(text).data_on(gpus)
+        assert str(error.value).endswith(message)
+
+    def test_ranks_that_share_experts_divide_those_that_share_sequences(self) -> None:
         with pytest.raises(PstarError, match="ep divides the 4 ranks of dp and cp, as ep=2 would"):
             Parallelism(tensor=2, context=2, experts=3).data_on(8)
         assert Parallelism(tensor=2, context=2, experts=4).data_on(8) == 2

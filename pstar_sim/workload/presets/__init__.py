@@ -166,8 +166,11 @@ def _share_of(entry: ModelEntry, model: str, ranks: int) -> ModelEntry:
     if any(size % ranks for size in widths.values()):
         near = [n for n in range(1, entry.kv_heads + 1) if not any(size % n for size in widths.values())]
         best = min(near, key=lambda n: (abs(n - ranks), n))
-        *first, last = (f"{size} {what}" for what, size in widths.items())
-        raise _refusal(model, "tp", ranks, f"it divides {', '.join(first)} and {last}, as {best} would")
+        *first, last = (
+            f"{size} {what}" if size > 1 else f"{size} {what.replace('heads', 'head')}" for what, size in widths.items()
+        )
+        would = f"as {best} would" if best > 1 else "which only 1 would: leave tp out"
+        raise _refusal(model, "tp", ranks, f"it divides {', '.join(first)} and {last}, {would}")
     x = entry.experts
     return structs.replace(
         entry,
