@@ -45,9 +45,11 @@ with N nodes of L ranks. A hop between nodes has the node's whole network rate, 
 the rate of S. If fewer than the machine's ranks slice a chunk (hybrid sharding), they are neighbours, each such group a
 replica, and a reduce-scatter also adds each slice over the R replicas, twice a ring over R ranks, at the same time as a
 node's other slices. Of e ranks that share experts every e-th has the same: such groups lie across each other, and share
-what they pass. Without a peer link, hops in a node use the GPUs' links (and a shared PCIe switch), at the GPU's
-`peer_share`; that this slows copies to the host is not modelled. Collectives take a part of the GPU from compute
-([Note: compute beside collectives] in core/rules.py); copies take 1 % of an iteration at most (benchmarks/overlap.py).
+what they pass. An all-to-all has the latencies of a gather: SimuMax's, fitted in nodes, grow with P-1 too, and NCCL
+(PXN) sends what a node has for another GPU in one message. Without a peer link, hops in a node use the GPUs' links (and
+a shared PCIe switch), at the GPU's `peer_share`; that this slows copies to the host is not modelled. Collectives take a
+part of the GPU from compute ([Note: compute beside collectives] in core/rules.py); copies take 1 % of an iteration at
+most (benchmarks/overlap.py).
 """
 
 from __future__ import annotations

@@ -823,7 +823,7 @@ def machine_of_stage(machine: Machine, parallelism: Parallelism, stage: int) -> 
 
 def _groups_of(machine: Machine, parallelism: Parallelism) -> tuple[Group, ...]:
     """Raises PstarError for ranks of cp or ep that do not fill nodes. What an all-to-all has for ranks of its own node
-    stays inside, beside what leaves it by a share of the network."""
+    stays inside, beside what leaves it by a share of the network; its latencies are those of [Note: collectives]."""
     groups, tensor, local = [], parallelism.tensor, machine.local_ranks
     summing = parallelism.data_on(machine.world_size) * parallelism.context
     if tensor > 1:
@@ -845,7 +845,9 @@ def _groups_of(machine: Machine, parallelism: Parallelism) -> tuple[Group, ...]:
             away = here // local
             fabric = _between(machine, 0, here - 1, local)
             share = (ranks - 1) / ranks * away / (away - 1)
-            groups.append(Group(name=name, ranks=ranks, fabric=replace(fabric, bytes_per_s=fabric.bytes_per_s * share)))
+            hops_s = (local // tensor - 1) * _inside(machine).latency_s + (away - 1) * fabric.latency_s
+            fabric = replace(fabric, bytes_per_s=fabric.bytes_per_s * share, latency_s=hops_s / (ranks - 1))
+            groups.append(Group(name=name, ranks=ranks, fabric=fabric))
         elif ranks > 1:
             groups.append(Group(name=name, ranks=ranks, fabric=_between(machine, 0, here - 1, tensor)))
     return tuple(groups)
