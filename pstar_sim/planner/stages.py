@@ -68,7 +68,7 @@ from pstar_sim.units import format_count, format_s
 from pstar_sim.workload.loading import WHOLE, Loading
 from pstar_sim.workload.parallelism import CUTS, Parallelism
 from pstar_sim.workload.pipeline import INTERLEAVED, SCHEDULES, Part, cells_of, in_schedule
-from pstar_sim.workload.presets import check_blocks, split_widths, stage_of
+from pstar_sim.workload.presets import CUT, check_blocks, split_widths, stage_of
 from pstar_sim.workload.presets.shared import Stage
 from pstar_sim.workload.tape import CONTEXT, EXPERTS, TENSOR
 from pstar_sim.workload.workload import Workload
@@ -81,6 +81,7 @@ LONG = 0.5
 """Share of a GPU, by Korthikanti's terms, that one sequence takes where "auto" splits it."""
 _OTHER_STAGES = (Queue.SEND, Queue.RECEIVE, "stages")
 """Causes of a wait for another stage, as a timeline names them."""
+_UNCUT = f"presets of the families {' and '.join(CUT)} are cut, not those of {{}}"
 MOST_BUBBLE = 0.5
 """Largest bubble, by its closed form, of a pipeline that "auto" plans."""
 
@@ -251,8 +252,11 @@ def ways_to_spread(
     asked = job.micro_batches or 1
     sequences = job.batch * asked
     degrees = [(t, p, c) for t in _divisors(local) for p in _divisors(gpus // t) for c in _divisors(gpus // t // p)]
-    enough = 0
+    enough = uncut = 0
     for tensor, stages, context in degrees:
+        if tensor * stages * context > 1 and entry.family not in CUT:
+            uncut += 1
+            continue
         data = gpus // stages // tensor // context
         one = Parallelism(tensor=tensor, context=context, pipeline=stages, data=data)
         why = ""
@@ -301,6 +305,8 @@ def ways_to_spread(
                     continue
                 ways.append(Way(parallelism=spread, batch=batch, micro_batches=micro_batches))
     left_out = [f"{'; '.join(of)}: {why}" for why, of in missing.items()]
+    if uncut:
+        left_out.append(f"{format_count(uncut, 'way')} with tp, cp or pp: {_UNCUT.format(entry.family)}")
     if enough:
         left_out.append(
             f"{format_count(enough, 'way')} with cp: ranks can share the sequences, and each has room for one"
@@ -715,14 +721,22 @@ def _micro_batch_of_parts(
     data = parallelism.data_on(machine.world_size)
     if job.model is None or job.batch is None or job.seq is None:
         raise PstarError("a trace is of a whole model; give --model, whose preset is cut into stages")
+    entry = shape or model_entry(job.model)
+    _check_cut(entry, parallelism, machine.world_size)
     if job.batch % data:
         raise PstarError(f"batch is {job.batch}; the {data} ranks of a stage share it, so give a multiple of {data}")
-    entry = shape or model_entry(job.model)
     check_blocks(entry, job)
     axes = job.but(dtype=job.dtype_on(machine)).given
     for number, layers in enumerate(_layers_of(job, machine, parallelism, shape=shape, most=most)):
         stage = _part(parallelism, number, layers)
         yield stage_of(entry, stage, batch=job.batch // data, sequence=job.seq, **axes)
+
+
+def _check_cut(entry: ModelEntry, spread: Parallelism, gpus: int) -> None:
+    degrees = {"tp": spread.tensor, "cp": spread.context, "ep": spread.experts, "pp": spread.pipeline}
+    given = [*(f"{key}={ranks}" for key, ranks in degrees.items() if ranks > 1), *(["sp"] if spread.sequence else [])]
+    if given and entry.family not in CUT:
+        raise ModelError(f"model {entry.name}: {','.join(given)}: {_UNCUT.format(entry.family)}; dp={gpus} would do")
 
 
 def _part(parallelism: Parallelism, number: int, layers: range) -> Stage:

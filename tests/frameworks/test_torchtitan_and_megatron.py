@@ -181,7 +181,7 @@ def test_a_file_for_all_stages_offloads_if_any_does(leaves: int | None) -> None:
     """Two stages, of which one leaves the GPU, or none."""
     job, machine = Job(model="tiny-gpt2", batch=4, seq=64, micro_batches=4), load_machine("a100-40x8", gpus=4)
     stays, goes = (
-        plan_stages(job, machine, policy, Parallelism(pipeline=2)).plans for policy in ("tide", "zero_infinity")
+        plan_stages(job, machine, policy, Parallelism(pipeline=2)).plans for policy in ("all_on_gpu", "zero_infinity")
     )
     plans = replace(stays, plans=tuple((goes if n == leaves else stays).plans[n] for n in (0, 1)))
     for framework, words in ((torchtitan, "enable_cpu_offload = true"), (megatron, "--optimizer-cpu-offload")):

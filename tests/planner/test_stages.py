@@ -24,7 +24,7 @@ from pstar_sim.core.plan_set import Meeting, PlanSet, meetings_of
 from pstar_sim.core.set_file import read_plans, save_set
 from pstar_sim.core.step import Kind, Place, Queue
 from pstar_sim.cost import CostModel, expected_link
-from pstar_sim.errors import CannotPlan, DoesNotFit, PlanError, PstarError
+from pstar_sim.errors import CannotPlan, DoesNotFit, ModelError, PlanError, PstarError
 from pstar_sim.planner.cheapest import cheapest
 from pstar_sim.planner.grid import load_grid
 from pstar_sim.planner.jobs import Job
@@ -48,6 +48,7 @@ from pstar_sim.sim.play import play_stages
 from pstar_sim.testing import round_machine
 from pstar_sim.workload.parallelism import Parallelism
 from pstar_sim.workload.pipeline import Part, cells_of, in_schedule
+from pstar_sim.workload.presets import preset
 from pstar_sim.workload.tape import Tape
 from pstar_sim.workload.workload import Phase, Workload
 
@@ -568,6 +569,23 @@ def test_jobs_that_cannot_be_cut_say_why(node: Machine) -> None:
         with pytest.raises(PstarError) as error:
             plan_stages(job, machine, "tide", Parallelism.parse(text))
         assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("model", "tokens"), [("bert-base", 64), ("vit-b-16", 197)])
+def test_families_that_are_not_cut_are_whole_on_every_rank(node: Machine, model: str, tokens: int) -> None:
+    job = Job(model=model, batch=8, seq=tokens, micro_batches=2)
+    (own,) = stages_of(job, node, Parallelism(data=4))
+    whole = preset(model, batch=2, seq=tokens, micro_batches=2)
+    assert (own.tensors, own.moments, own.uses, own.borders) == (whole.tensors, whole.moments, whole.uses, ())
+    ways, left_out = ways_to_spread(job, node)
+    assert {str(way.parallelism) for way in ways} == {"dp=4"}
+    family = model.partition("-")[0]
+    why = f"presets of the families gpt and llama are cut, not those of {family}"
+    assert left_out == [f"9 ways with tp, cp or pp: {why}"]
+    for text in ("pp=2", "tp=2,sp", "cp=2", "ep=2", "sp"):
+        with pytest.raises(ModelError) as error:
+            plan_stages(job, node, "tide", Parallelism.parse(text))
+        assert str(error.value) == f"model {model}: {text}: {why}; dp=4 would do"
 
 
 class TestUnequalGpus:

@@ -145,10 +145,10 @@ def stage_of(
     model: str | None = None,
     **given: Unpack[AxesGiven],
 ) -> tuple[Workload, Sequence[Crossing]]:
-    """One micro-batch of a part of a model, and what crosses its borders. Raises ModelError, also for a family that is
-    not cut."""
+    """One micro-batch of a part of a model, and what crosses its borders. Raises ModelError, also for less than
+    all of a family that is not cut."""
     name = model or entry.name
-    if entry.family not in CUT:
+    if entry.family not in CUT and stage != Stage(layers=range(entry.layers)):
         want = f"presets of the families {' and '.join(CUT)} are cut into stages"
         raise _refusal(name, "family", entry.family, want)
     _check_experts(entry, name, stage)
