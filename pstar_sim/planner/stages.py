@@ -813,7 +813,7 @@ def machine_of_stage(machine: Machine, parallelism: Parallelism, stage: int) -> 
         kinds = " and ".join(dict.fromkeys(rank.gpu.name for rank in every))
         raise PstarError(
             f"{machine.name}: stage {stage} would have GPUs that differ, {kinds}; take so many stages that the GPUs of "
-            "each are equal"
+            "each are equal, or share the batch by speed (policy whale, without a parallelism)"
         )
     price = machine.price_usd_per_hour
     return replace(
