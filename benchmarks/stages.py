@@ -55,7 +55,7 @@ def drawn(rng: random.Random) -> tuple[Job, Machine, Parallelism, str, Settings]
     sequence = tensor > 1 and rng.random() < 0.5
     policy = rng.choice(POLICIES)
     shard = rng.choice((None, *can(policy).shards))
-    schedule = rng.choice(SCHEDULES if stages > 1 else SCHEDULES[:2])
+    schedule = rng.choice(SCHEDULES) if stages > 1 else SCHEDULES[0]
     virtual = rng.choice((2, 3)) if schedule == INTERLEAVED else 1
     spread = Parallelism(
         tensor=tensor, sequence=sequence, pipeline=stages, schedule=schedule, virtual=virtual, shard=shard
