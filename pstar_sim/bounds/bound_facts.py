@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -81,7 +82,6 @@ class BoundFacts:
     def __init__(self, workload: Workload, machine: Machine, layout: Layout, cost: CostModel) -> None:
         self.machine, self.cost = machine, cost
         self.job = job = facts_of(workload, layout)
-        self.net = net = NetFacts(job, cost)
         self.dram_bytes_per_s = machine.host.dram_bytes_per_s / machine.local_ranks
         w, reads = workload, job.reads
         self.moments = len(w.moments)
@@ -92,6 +92,7 @@ class BoundFacts:
         self.micro_batch = [m.micro_batch if w.order.one_by_one else 0 for m in w.moments]
         self.read_bytes: Array = np.array(job.read_bytes, dtype=float)
         self.spans = _gradient_spans(w)
+        self.net = net = NetFacts(job, cost, self._room_of_sums())
         ends = [moments[-1] for moments in reads if moments]
         self.late = (
             max([-1, *ends, *(job.last_gradient(c) for c in range(len(reads)))]) + 1
@@ -189,6 +190,13 @@ class BoundFacts:
         beside = (self.room - self.read_bytes) / self.states if self.states else np.full(self.moments, np.inf)
         alone = self.room / (self.states + self.least_w)
         return float(np.clip(min(beside.min(), alone.min()), 0.0, total))
+
+    def _room_of_sums(self) -> float:
+        """Beside what moments read, between any two micro-batches."""
+        if not self.job.every_batch:
+            return inf
+        waits = [m for batch in range(1, len(self.spans)) for m in range(*self.between(batch))]
+        return max(0.0, min((float(self.room[m]) - self.job.read_bytes[m] for m in waits), default=inf))
 
     def turns(self) -> list[Turn]:
         """One cut per turn, any of which give a valid bound. Three are tried: the turns, and the moment with the

@@ -9,8 +9,9 @@ unshared. Every row of pinned.py, joint.py and fluid.py holds for the slices. Se
 - A moment reads whole chunks. So K_t, and the bytes read again behind a turn, count all slices; one without room is
   copied up again (this rank's) or gathered again.
 - Each updated chunk is gathered once per iteration, after its update and before its first read. The gradients of each
-  micro-batch are summed over the ranks once (a reduce-scatter). The slices of frozen chunks are gathered if they are
-  not kept over the border.
+  micro-batch are summed over the ranks once (a reduce-scatter), or those of all micro-batches once (ZeRO-1): whole sums
+  then stay on the GPU between micro-batches, and of the seconds of collectives so many are saved as sums have room. The
+  slices of frozen chunks are gathered if they are not kept over the border.
 - net: all collectives follow one another on one queue (`CostModel.collective_s`).
 - sums on the GPU: a slice's sum goes down with all its gradients in it. The checker refuses a plan in which CPU Adam
   adds a gradient to a sum that came from the GPU.
@@ -69,7 +70,8 @@ class NetFacts:
     frozen_bytes: others' slices of chunks only read.
     """
 
-    def __init__(self, job: Facts, cost: CostModel) -> None:
+    def __init__(self, job: Facts, cost: CostModel, room: float) -> None:
+        """room: bytes for sums between any two micro-batches."""
         layout = job.layout
         chunks = [*job.trained, *job.only_read]
         whole = {c: layout.chunks[c].params * job.width(c) for c in chunks}
@@ -83,7 +85,17 @@ class NetFacts:
         summed = [cost.reduce_s(layout.whole_bytes(c), c) if together else 0.0 for c in job.trained]
         self.reduce_s: Array = np.array(summed, dtype=float) if sliced else 2 * each
         self.gather_s: Array = each if sliced else 0 * each
-        times = [len(job.spans[c]) if sliced else 1 for c in job.trained]
-        self.updates_s = float((self.reduce_s * np.array(times, dtype=float) + self.gather_s).sum())
+        self.updates_s = float((self.reduce_s + self.gather_s).sum())
+        if sliced:
+            more_s = self.reduce_s * [len(job.spans[c]) - 1 for c in job.trained]
+            sums = [max(1, layout.payload_bytes(c, "grad32_remote")) for c in job.trained]
+            self.updates_s += _without_room(more_s, np.array(sums, dtype=float), room)
         self.lost = 1 - 1 / cost.rates().compute_while_net
         self.byte_s = min((once_s[c] / size for c, size in self.others.items() if size), default=0.0)
+
+
+def _without_room(seconds: Array, sizes: Array, room: float) -> float:
+    """The least seconds of those that are not kept, parts of them too, where `room` bytes are."""
+    order = np.argsort(-seconds / sizes, kind="stable")
+    over = np.cumsum(sizes[order]) - room
+    return float((seconds[order] * np.clip(over / sizes[order], 0.0, 1.0)).sum())

@@ -9,15 +9,19 @@ import pytest
 from drawn import TIME_TO_SHRINK, Drawn, chances, jobs, planned
 from hypothesis import given
 
+from pstar_sim.bounds.bound_facts import BoundFacts
 from pstar_sim.bounds.bounds import lower_bound, relative_to
 from pstar_sim.bounds.fluid import fluid_bound
+from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import BY_COLLECTIVES, Machine
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Settings
+from pstar_sim.cost import cost_of
 from pstar_sim.policy import find_policy
 from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload, round_machine
 from pstar_sim.units import MIB
+from pstar_sim.workload.presets import preset
 
 EAGER, CLIP = Settings(update="eager", clip=False), Settings(update="step", clip=True)
 pytestmark = TIME_TO_SHRINK
@@ -59,12 +63,23 @@ def test_whole_chunks_on_each_rank() -> None:
     assert "whole on each of 2 GPUs" in relative_to(w, m, EAGER, plan.layout)
 
 
-def test_two_micro_batches_are_summed_twice() -> None:
-    """6 layers of 2 MiB that are computed in no time: 6 gathers and 2 * 6 sums of 1 s."""
+@pytest.mark.parametrize(("memory", "sums"), [(2**40, 6), (6 * MIB, 10)])
+def test_gradients_are_summed_once_if_whole_sums_have_room(memory: int, sums: int) -> None:
+    """6 layers of 2 MiB that are computed in no time: 6 gathers of 1 s. Two micro-batches are summed over the ranks
+    together if the other rank's 2 MiB of a layer's sum have room between them, else one by one. Beside the 2 MiB of a
+    layer that is read, 4 MiB are room for two."""
     w = chain_workload(6, MIB, forward_s=1e-6, micro_batches=2)
-    assert lower_bound(w, two(peer_bytes_per_s=float(MIB)), EAGER, build_layout(w, ranks=2)).terms[
-        "net"
-    ] == pytest.approx(18.0, rel=1e-3)
+    m = two(peer_bytes_per_s=float(MIB), gpu_memory_bytes=memory)
+    facts = BoundFacts(w, m, layout := build_layout(w, ranks=2), cost_of(w, m, layout))
+    assert facts.net.updates_s == pytest.approx(6.0 + sums, rel=1e-3)
+
+
+@pytest.mark.parametrize("micro_batches", [4, 16])
+def test_ranks_that_slice_states_alone_are_not_below_it(micro_batches: int) -> None:
+    w = preset("tiny-gpt2", batch=1, seq=64, micro_batches=micro_batches)
+    m = load_machine("rtx4090x8")
+    plan = find_policy("all_on_gpu:shard=states")(w, m, CLIP)
+    assert lower_bound(w, m, CLIP, plan.layout).seconds <= play(plan).iteration_s
 
 
 def test_what_a_turn_cannot_keep_is_copied_or_gathered_again() -> None:
