@@ -1,25 +1,33 @@
-"""A lower bound of the seconds of a pipeline's iteration, for any plans of its stages.
+"""A lower bound of the seconds of a pipeline's iteration, for any plans of its stages with their layouts.
 
-[Note: the bound of stages] No iteration is shorter than the moments of the stage that computes longest. If the
-optimizer steps of all stages meet, none is shorter than the longest path from one meeting to the next: through the
-moments of a stage in their order, and through each transfer, which begins when both stages have ended the moments that
-it follows and for which the moments that need it wait. Updates, copies, and the order of transfers on their queues are
-left out; they only delay. The bound is that of the cut, the schedule and the micro-batches: another cut may be faster.
+[Note: the bound of stages] One stage has the bound of its job. Of several, none is faster than it would be alone, with
+its own machine and layout: receives and meetings only delay. If the optimizer steps of all stages meet, no iteration is
+shorter than the longest path from one meeting to the next: through the moments of a stage in their order, and through
+each transfer, which begins when both stages have ended the moments that it follows and for which the moments that need
+it wait. Updates, copies, and the order of transfers on their queues are left out of the path; they only delay. The
+larger is the bound, that of the cut, the schedule and the micro-batches: another cut may be faster.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 
+from pstar_sim.bounds.bounds import lower_bound
+from pstar_sim.bounds.certificate import certificate_of
 from pstar_sim.core.plan_set import BorderKey, PlanSet, border_key, has_barrier
 from pstar_sim.cost import CostModel, cost_of
 
 
 def stages_bound_s(plans: PlanSet) -> float:
     """[Note: the bound of stages]"""
-    costs = [cost_of(plan.workload, plan.machine, plan.layout) for plan in plans.plans]
-    longest_s = max(sum(cost.moments_s) for cost in costs)
-    return max(longest_s, _path_s(plans, costs)) if has_barrier(plans.plans) else longest_s
+    if plans.parallelism.only_shares_batch:
+        return certificate_of(plans.plans[0]).seconds
+    alone_s = max(
+        lower_bound(p.workload, p.machine, p.settings, p.layout, ranked=p.ranked).seconds for p in plans.plans
+    )
+    if not has_barrier(plans.plans):
+        return alone_s
+    return max(alone_s, _path_s(plans, [cost_of(plan.workload, plan.machine, plan.layout) for plan in plans.plans]))
 
 
 def _path_s(plans: PlanSet, costs: list[CostModel]) -> float:

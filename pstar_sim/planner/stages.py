@@ -10,8 +10,9 @@ are whole on each rank, or shared by as many ranks as a node or all have. Stages
 with the micro-batches asked for. Pipelines whose bubble, (p-1)/(v m+p-1) for v parts, is above MOST_BUBBLE are left
 out, the others planned in the order of their bounds until one is above the fastest plan. A way's bound: for any stage
 the first micro-batch comes through the first parts of the stages before it, the stage computes all, and the last goes
-back; where optimizer steps do not meet, iterations overlap and the stage alone counts. "all" plans every way, schedule,
-two and four parts, and sequence parallelism or not.
+back; where optimizer steps do not meet, iterations overlap and the stage alone counts. A row's (bounds/stages.py) also
+has updates and copies, and needs a plan. "all" plans every way, schedule, two and four parts, and sequence parallelism
+or not.
 
 [Note: few micro-batches] A full pipeline adds the same seconds for every micro-batch. So among several ways, one with
 many is planned with one more than it has stages and with two per stage (interleaved: two and three per stage), and its
@@ -105,7 +106,7 @@ class PlannedStages:
 
     @cached_property
     def lower_bound_s(self) -> float:
-        """Of any plans of these stages (bounds/stages.py)."""
+        """Of any plans of these stages with their layouts (bounds/stages.py)."""
         return stages_bound_s(self.plans)
 
     @property
@@ -141,7 +142,7 @@ class StagesRow:
     """The answer of one policy on one parallelism; the keys of `pstar compare --parallel --json`.
 
     batch: sequences per micro-batch, of all ranks of a stage.
-    lower_bound_s: of the iteration, for any plans of these stages.
+    lower_bound_s: of the iteration, for any plans of these stages with their layouts.
     gap: iteration_s / lower_bound_s - 1.
     bubble: share of the iteration in which a GPU computes nothing, in the mean of the stages.
     sums: share of the iteration in which layers wait for sums over the ranks that split them, likewise.

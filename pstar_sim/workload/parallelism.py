@@ -105,6 +105,11 @@ class Parallelism:
         return cls(**given)  # type: ignore[arg-type]
 
     @property
+    def only_shares_batch(self) -> bool:
+        """Whether each rank has the whole model, or slices of its chunks, and whole sequences."""
+        return self.pipeline == self.tensor == self.context == self.experts == 1
+
+    @property
     def composed(self) -> str:
         """With `replica`, `pipeline`, `stage` and `split`."""
         inner, given = _stage_of(self), self._of_pipelines

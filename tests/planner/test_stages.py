@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from pstar_sim.bounds.bounds import lower_bound
 from pstar_sim.bounds.stages import stages_bound_s
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Fabric, Group, Machine, Neighbour
@@ -23,9 +24,10 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.plan_set import Meeting, PlanSet, meetings_of
 from pstar_sim.core.set_file import read_plans, save_set
 from pstar_sim.core.step import Kind, Place, Queue
-from pstar_sim.cost import CostModel, expected_link
+from pstar_sim.cost import CostModel, cost_of, expected_link
 from pstar_sim.errors import CannotPlan, DoesNotFit, ModelError, PlanError, PstarError
 from pstar_sim.planner.cheapest import cheapest
+from pstar_sim.planner.compare import compare
 from pstar_sim.planner.grid import load_grid
 from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.limits import Limit, deeper, max_model
@@ -143,6 +145,25 @@ def test_without_a_meeting_the_bound_is_the_longest_stage() -> None:
     free = tuple(replace(plan, settings=Settings(clip=False, update="eager")) for plan in plans.plans)
     eager = replace(plans, plans=free, meetings=plans.meetings[:-1])
     assert stages_bound_s(eager) == pytest.approx(12.0)
+
+
+@pytest.mark.parametrize("policy", ["all_on_gpu", "zero_offload"])
+def test_one_stage_has_the_bound_of_its_job(policy: str) -> None:
+    machine, job = load_machine("a100-40x8"), Job(model="gpt2", batch=8, seq=64)
+    (alone,) = compare(job.of(machine), machine, policies=[policy]).rows
+    (row,) = compare_stages(
+        job, machine, [policy], [Way(parallelism=Parallelism(data=8), batch=8, micro_batches=1)]
+    ).rows
+    assert (row.iteration_s, row.lower_bound_s) == pytest.approx((alone.iteration_s, alone.lower_bound_s), rel=1e-9)
+
+
+def test_no_stage_is_faster_than_alone() -> None:
+    """Where CPU Adam takes longer than the longest path of moments."""
+    job, machine = Job(model="gpt2", batch=1, seq=32), load_machine("a100-40x8", gpus=2, gpu_memory="1.6GB")
+    planned = plan_stages(job, machine, "zero_offload", Parallelism.parse("pp=2"))
+    alone_s = [lower_bound(p.workload, p.machine, p.settings, p.layout).seconds for p in planned.plans.plans]
+    computed_s = [sum(cost_of(p.workload, p.machine, p.layout).moments_s) for p in planned.plans.plans]
+    assert sum(computed_s) < planned.lower_bound_s == max(alone_s) <= planned.iteration_s
 
 
 def test_a_send_and_its_receive_begin_and_end_together() -> None:
