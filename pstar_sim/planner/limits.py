@@ -22,7 +22,7 @@ from pstar_sim.catalog.model_shapes import MOST_WIDTH, ModelEntry, count_params,
 from pstar_sim.collector import without_garbage_collection
 from pstar_sim.core.plan import Settings
 from pstar_sim.dtypes import BASES, STORAGE
-from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError, UnknownName
+from pstar_sim.errors import CannotPlan, DoesNotFit, ModelError, PstarError, UnknownName
 from pstar_sim.planner.asked import asked_policies, settings_of
 from pstar_sim.planner.balance import chooses, roomiest_job
 from pstar_sim.planner.batch_shares import least_batch, machine_of, of_shares, share_out, shares_of_batch
@@ -296,8 +296,18 @@ def _depth_row(
     if layers:
         row = replace(row, params=models.shape(layers).params)
     small = (name for name in names if model_entry(name).params <= models.most_params(policy))
-    best = next((name for name in small if room(policy, model_entry(name)) is None), None)
+    best = next((name for name in small if _has_room(room, policy, model_entry(name))), None)
     return row if best is None else replace(row, catalog_model=best, catalog_params=model_entry(best).params)
+
+
+def _has_room(
+    room: Callable[[str | Policy, ModelEntry], Refusal | None], policy: str | Policy, known: ModelEntry
+) -> bool:
+    """False, too, for a model that the job cannot have, such as one without the modules that an adapter names."""
+    try:
+        return room(policy, known) is None
+    except ModelError:
+        return False
 
 
 def _check_positions(entry: ModelEntry, seq: int, axes: Axes) -> None:

@@ -374,7 +374,7 @@ def compare_stages(
 
     every: also ways that cannot be the fastest.
 
-    Raises PstarError for a job that cannot be cut.
+    Raises PstarError for a job that cannot be cut in any of the ways.
     """
     tell = teller(on_part)
     settings = settings or Settings()
@@ -384,7 +384,15 @@ def compare_stages(
     rows: list[StagesRow] = []
     planned: dict[StagesRow, PlannedStages] = {}
     missing: dict[str, list[str]] = {}
-    bounds = {way: 0.0 if every or alone else _bound_s(job, machine, way, settings) for way in ways}
+    bounds: dict[Way, float] = {}
+    for way in ways:
+        try:
+            bounds[way] = 0.0 if alone else _bound_s(job, machine, way, settings) * (not every)
+        except ModelError as error:
+            missing.setdefault(f"by any policy: {error}", []).append(str(way.parallelism))
+            refusal = error
+    if ways and not bounds:
+        raise refusal
     waiting = deque(sorted(bounds, key=bounds.__getitem__))
     while True:
         first = min(rows, key=_place, default=None)
@@ -647,19 +655,29 @@ def stages_shortage(
     shape: ModelEntry | None = None,
     loading: Loading = WHOLE,
 ) -> DoesNotFit | CannotPlan | None:
-    """Why no way has room, by the one that lacks least; None if one has. Of an even cut the first and last stages
-    decide: others have no more layers than the first, fewer micro-batches in flight, and neither embedding nor head.
+    """Why no way has room, by the one that lacks least; None if one has. Of an even cut the first, the last and the one
+    that trains most decide: others have no more layers than the first, fewer micro-batches in flight, and neither
+    embedding nor head.
 
     shape: as in `ways_of`.
     loading: as in `fits`.
+
+    Raises ModelError for a job that cannot be cut in any of them.
     """
     refusals: list[DoesNotFit | CannotPlan] = []
+    unable: list[ModelError] = []
     every = list(ways)
     alone = len(every) == 1
     for _, way in (pair for each in every for pair in _with_shards({"": policy}, each, machine, alone=alone)):
         own, spread = replace(job, batch=way.batch, micro_batches=way.micro_batches), way.parallelism
-        workloads = stages_of(own, machine, spread, shape=shape)
-        for stage in range(len(workloads)) if spread.cut != CUTS[0] else sorted({0, len(workloads) - 1}):
+        try:
+            workloads = stages_of(own, machine, spread, shape=shape)
+        except ModelError as error:
+            unable.append(error)
+            continue
+        stages = range(len(workloads))
+        most = max(stages, key=lambda stage: workloads[stage].trainable_params)
+        for stage in stages if spread.cut != CUTS[0] else sorted({0, most, stages[-1]}):
             part = machine_of_stage(machine, spread, stage)
             where = f"{spread}, stage {stage}" if spread.pipeline > 1 else str(spread)
             try:
@@ -674,6 +692,8 @@ def stages_shortage(
                 break
         else:
             return None
+    if unable and not refusals:
+        raise unable[0]
     if not refusals:
         return CannotPlan("no way to spread the model over the GPUs is left")
     return min(refusals, key=lambda r: r.short_bytes if isinstance(r, DoesNotFit) else inf)

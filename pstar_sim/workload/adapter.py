@@ -63,6 +63,9 @@ class Adapter:
             raise refused("lora: targets", self.targets, want, ModelError)
         if self.save and not _are_names(self.save):
             raise refused("lora: save", self.save, "a tuple of names, such as ('lm_head',)", ModelError)
+        for name in ("targets", "save"):
+            if isinstance(names := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(names))
 
     def __str__(self) -> str:
         """As `adapter` reads it."""

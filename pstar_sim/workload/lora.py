@@ -197,7 +197,7 @@ def adapter_note(tensors: Sequence[Tensor], given: Adapter, dtype: str) -> str:
     names = [t.name.removesuffix(_A) for t in tensors if t.name.endswith(_A)]
     whole = (t.name.partition(_SAVED)[0].rpartition(".")[2] for t in tensors if _SAVED in t.name)
     kind = "DoRA" if given.dora else "rsLoRA (costs what LoRA costs)" if given.rs else "LoRA"
-    on = ", ".join(given.targets) if isinstance(given.targets, tuple) else last_names(names)
+    on = ", ".join(given.targets) if isinstance(given.targets, tuple) else last_names(names) if names else given.targets
     words = f"{kind} r={given.rank} on {on}"
     words += f", {', '.join(saved)} trained whole" if (saved := dict.fromkeys(whole)) else ""
     if any(is_stack(t.name, t.shape) for t in tensors) and ALL_LINEAR in (given.targets or ()):

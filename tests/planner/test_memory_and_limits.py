@@ -466,6 +466,14 @@ def test_models_that_presets_cannot_write_under_autocast_are_left_out() -> None:
     assert answer["all_on_gpu"].catalog_model == "llama-3.2-1b"
 
 
+def test_models_without_the_modules_of_an_adapter_are_left_out() -> None:
+    """Of larger models that have room, those of GPT have no q_proj, and the others one table for head and embedding."""
+    m = ps.machine("rtx4090", gpu_memory="10GB")
+    given = {"batch": 1, "seq": 64, "like": "llama-2-7b", "policies": ["all_on_gpu"]}
+    answer = max_model(m, **given, lora="r=8,targets=q_proj,save=lm_head")  # type: ignore[arg-type]
+    assert answer["all_on_gpu"].catalog_model == "qwen-1.8b"
+
+
 def test_shapes_that_cannot_be_are_refused() -> None:
     assert deeper("12B", 3, hidden=1024).heads == 4  # as wide as before: 256
     assert deeper("llama-2-70b", 2, hidden=4096).kv_heads == 4  # groups of 8

@@ -39,6 +39,7 @@ from pstar_sim.planner.stages import (
     machine_of_stage,
     plan_stages,
     stages_of,
+    stages_shortage,
     ways_of,
     ways_to_spread,
 )
@@ -50,7 +51,7 @@ from pstar_sim.sim.play import play_stages
 from pstar_sim.testing import round_machine
 from pstar_sim.workload.parallelism import Parallelism
 from pstar_sim.workload.pipeline import Part, cells_of, in_schedule
-from pstar_sim.workload.presets import preset
+from pstar_sim.workload.presets import preset, workload_of
 from pstar_sim.workload.tape import Tape
 from pstar_sim.workload.workload import Phase, Workload
 
@@ -695,6 +696,62 @@ def test_every_way_is_planned_or_said_to_be_left_out(node: Machine) -> None:
     found = compare_stages(JOB, node, ["all_on_gpu", "l2l"], ways[2:3], left_out=left_out)
     assert [row.policy for row in found.rows] == ["all_on_gpu"] and found.best is not None
     assert found.left_out[-1].startswith("pp=2,dp=2 by l2l: stage 0: ")
+
+
+class TestAdapters:
+    """Parts have some, or none, of the modules that an adapter names."""
+
+    shape = structs.replace(model_entry("llama-2-7b"), layers=4)
+    job = Job(model="llama-2-7b", batch=2, micro_batches=2, seq=64)
+
+    @pytest.mark.parametrize("parallel", ["pp=2,dp=2", "pp=4,dp=1", "pp=2,dp=2,schedule=interleaved,v=2"])
+    @pytest.mark.parametrize(
+        "lora",
+        [
+            "r=8,save=lm_head",
+            "r=8,targets=all-linear,save=embed_tokens+norm",
+            r"r=8,targets=model\.layers\.(1|2)\..*q_proj",
+            "r=8,targets=layers.3.mlp.up_proj,save=lm_head",
+        ],
+    )
+    def test_stages_train_together_what_the_model_trains(self, node: Machine, lora: str, parallel: str) -> None:
+        stages = stages_of(replace(self.job, lora=lora), node, Parallelism.parse(parallel), shape=self.shape)
+        alone = workload_of(self.shape, batch=1, sequence=64, lora=lora)
+        shapes = [{t.name: t.shape for t in w.tensors if not t.frozen} for w in (*stages, alone)]
+        assert {name: extents for part in shapes[:-1] for name, extents in part.items()} == shapes[-1]
+        assert sum(w.trainable_params for w in stages) == alone.trainable_params
+
+    def test_a_name_that_the_model_has_not_is_refused(self, node: Machine) -> None:
+        for lora, words in (
+            ("r=8,save=score", "save: no module is score"),
+            ("r=8,targets=qq", "no linear module is qq"),
+        ):
+            job = replace(self.job, lora=lora)
+            with pytest.raises(ModelError, match=words):
+                stages_of(job, node, Parallelism(pipeline=2, data=2), shape=self.shape)
+            with pytest.raises(ModelError, match=words):
+                compare_stages(job, node, ["all_on_gpu"], ways_of(job, node, "auto")[0][:2])
+        with pytest.raises(ModelError, match=r"lm_head\.weight shares its table"):
+            stages_of(replace(JOB, lora="r=8,save=lm_head"), node, Parallelism(pipeline=2))
+
+    @pytest.mark.parametrize("policy", ["all_on_gpu", "zero3_resident", "zero3_offload", "zero_infinity", "tide"])
+    def test_a_stage_that_trains_nothing_is_planned_and_proved(self, node: Machine, policy: str) -> None:
+        job = Job(model="gpt2", batch=2, micro_batches=2, seq=64, lora=r"r=8,targets=transformer\.h\.3\.attn\.c_attn")
+        planned = plan_stages(job, node, policy, Parallelism(pipeline=2, data=2))
+        first, last = (plan.workload for plan in planned.plans.plans)
+        assert (first.trainable_params, last.trainable_params) == (8 * (768 + 2304), 0)
+        assert examine_set(planned.plans)[1] == planned.iteration_s >= planned.lower_bound_s
+
+    def test_of_several_ways_one_that_cannot_be_is_left_out(self, node: Machine) -> None:
+        """A fourth of c_attn is 768 x 576, too narrow for the rank."""
+        job = Job(model="gpt2", batch=4, seq=64, lora="r=800,targets=c_attn")
+        ways = [Way(parallelism=Parallelism.parse(p), batch=4, micro_batches=1) for p in ("tp=4,dp=1", "dp=4")]
+        found = compare_stages(job, node, ["all_on_gpu"], ways)
+        assert {row.parallel for row in found.rows} == {"dp=4", "dp=4,shard=states"}
+        assert found.left_out[0].startswith("tp=4,dp=1 by any policy: lora r=800: ")
+        assert stages_shortage(job, node, "all_on_gpu", ways, Settings()) is None
+        with pytest.raises(ModelError, match="the rank must be less than 768"):
+            stages_shortage(job, node, "all_on_gpu", ways[:1], Settings())
 
 
 def test_the_ways_are_those_of_the_sequences_however_they_are_written(node: Machine) -> None:

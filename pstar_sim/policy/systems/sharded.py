@@ -130,10 +130,10 @@ class Sharded:
     def finish(self, last: Iterable[int], updated: Mapping[int, list[int]]) -> None:
         """Whole chunks are whole again, before the next iteration.
 
-        last: they end optimizer.step().
+        last: they end optimizer.step(), which a stage that trains nothing has not: its last moment ends it.
         updated: chunk -> steps of its own slice.
         """
-        ends = list(last)
+        ends = list(last) or [self.barrier]
         if self.shards.ranks > 1:
             ends += [self.gathers.gather_updated(c, updated[c]) for c in sorted(self.shards.kept & set(updated))]
         for step in self.gathers.opening:

@@ -26,7 +26,7 @@ from pstar_sim.catalog.model_shapes import ModelEntry, is_model, model_entry
 from pstar_sim.dtypes import BASES, DTYPES, MASTER, NATIVE, WORKING
 from pstar_sim.errors import ModelError
 from pstar_sim.python310 import Unpack
-from pstar_sim.workload.adapter import adapter
+from pstar_sim.workload.adapter import Adapter, adapter
 from pstar_sim.workload.axes import Axes, AxesGiven, all_axes
 from pstar_sim.workload.experts import experts_note
 from pstar_sim.workload.kernels import KERNELS, LOSSES
@@ -152,7 +152,15 @@ def stage_of(
         want = f"presets of the families {' and '.join(CUT)} are cut into stages"
         raise _refusal(name, "family", entry.family, want)
     _check_experts(entry, name, stage)
+    if not stage.whole and (lora := given.get("lora")) is not None:
+        _check_adapter(entry, adapter(lora))
     return _written(entry, name, Axes(**given), batch=batch, sequence=sequence, stage=stage)
+
+
+@cache
+def _check_adapter(entry: ModelEntry, lora: Adapter) -> None:
+    """On the whole model: a part need not have what the adapter names."""
+    workload_of(entry, batch=1, sequence=1, lora=lora)
 
 
 def _share_of(entry: ModelEntry, model: str, ranks: int) -> ModelEntry:
@@ -242,7 +250,7 @@ def _written(
     shape = Shape(model=share, batch=batch, sequence=sequence, axes=axes, stage=stage)
     _WRITERS[entry.family](tape, shape)
     tape.close()
-    if adapted is not None:
+    if adapted is not None and shape.part.whole:
         adapted.check()
     recorded = {what: getattr(axes, what) for what in _recorded()} | {"optimizer": spec}
     note = "" if lora is None else adapter_note(tape.tensors, lora, dtype)

@@ -33,6 +33,10 @@ class Stage:
     context: int = 1
     experts: int = 1
 
+    @property
+    def whole(self) -> bool:
+        return self.first and self.last
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
@@ -57,7 +61,7 @@ class Shape:
     @property
     def tied(self) -> bool:
         """Whether head and embedding share one table in this part."""
-        return self.model.tied and self.part.first and self.part.last
+        return self.model.tied and self.part.whole
 
     @property
     def tokens(self) -> int:
