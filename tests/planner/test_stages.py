@@ -346,6 +346,35 @@ def test_a_policy_slices_what_it_can(node: Machine) -> None:
             prove_set(replace(plans, parallelism=replace(plans.parallelism, shard=other)))
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "cp=2,pp=2,shard=parameters",
+            "stage 0 slices parameters, of which .* stay whole; the set has shard=parameters",
+        ),
+        (
+            "cp=2,pp=2,schedule=gpipe,shard=states",
+            "stage 0 runs its micro-batches in another order than schedule=gpipe; the set",
+        ),
+        (
+            "cp=2,pp=2,schedule=interleaved,v=2,shard=states",
+            "no borders of parts are crossed; the set is of cp=2,pp=2,",
+        ),
+    ],
+)
+def test_words_that_are_not_what_the_stages_do(words: str, said: str) -> None:
+    plans = plan_stages(
+        replace(JOB, batch=2),
+        load_machine("a100-40x8", gpus=4),
+        "all_on_gpu",
+        Parallelism.parse("cp=2,pp=2,shard=states"),
+    ).plans
+    prove_set(plans)
+    with pytest.raises(PlanError, match=said):
+        prove_set(replace(plans, parallelism=Parallelism.parse(words)))
+
+
 def test_a_stage_has_its_part_of_the_node(node: Machine) -> None:
     own = machine_of_stage(node, Parallelism(pipeline=4), 1)
     assert own.world_size == 1 and own.host.memory_bytes == node.host.memory_bytes // 4

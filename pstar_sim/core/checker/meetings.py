@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from graphlib import CycleError, TopologicalSorter
+from itertools import groupby
 
 from pstar_sim.core.check_report import CheckReport
 from pstar_sim.core.checker.check import check_plan
@@ -19,8 +20,11 @@ from pstar_sim.core.plan import Plan
 from pstar_sim.core.plan_set import PlanSet, meetings_of
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import PlanError
+from pstar_sim.workload.orders import Order
 from pstar_sim.workload.parallelism import Parallelism
+from pstar_sim.workload.pipeline import cells_of
 from pstar_sim.workload.tape import CONTEXT, EXPERTS, TENSOR
+from pstar_sim.workload.workload import Phase
 
 _Node = int | tuple[int, int]
 """Number of a meeting, or (stage, id of a step)."""
@@ -69,15 +73,34 @@ def _check_jobs(plans: PlanSet) -> None:
     parts = 1 + max((b.part for plan in plans.plans for b in plan.workload.borders if b.part), default=-1)
     if (spread.virtual > 1 and parts != spread.pipeline * spread.virtual - 1) or (spread.virtual == 1 and parts):
         raise PlanError(f"{parts or 'no'} borders of parts are crossed; the set is of {spread}")
+    for stage, plan in enumerate(plans.plans):
+        _check_schedule(plan, stage, spread)
 
 
 def _check_shard(plan: Plan, stage: int, shard: str | None) -> None:
     if shard is None or plan.machine.data_parallel_size == 1:
         return
     sliced, whole = plan.layout.ranks > 1, {r.chunk for r in plan.initial if r.list == "remote"}
-    if sliced != (shard != "none") or (shard == "states" and len(whole) < len(plan.layout.chunks)):
+    large = {chunk.index for chunk in plan.layout.chunks if not chunk.small}  # small ones may stay whole
+    if (
+        sliced != (shard != "none")
+        or (shard == "states" and len(whole) < len(plan.layout.chunks))
+        or (shard == "parameters" and large and large <= whole)
+    ):
         what = f"slices parameters, of which {len(whole)} of {len(plan.layout.chunks)} chunks stay whole"
         raise PlanError(f"stage {stage} {what if sliced else 'slices nothing'}; the set has shard={shard}")
+
+
+def _check_schedule(plan: Plan, stage: int, spread: Parallelism) -> None:
+    """By the order in which moments run forwards and backwards of micro-batches."""
+    w = plan.workload
+    if w.order is Order.LAYER_MAJOR:
+        return
+    passes = [run for run, _ in groupby((m.micro_batch, m.phase is not Phase.FWD) for m in w.moments[:-1])]
+    cells = cells_of(spread.schedule, spread.pipeline, w.micro_batches, spread.virtual)[stage]
+    if passes != [(cell.micro_batch, cell.backward) for cell in cells]:
+        order = f"another order than schedule={spread.schedule}"
+        raise PlanError(f"stage {stage} runs its micro-batches in {order}; the set is of {spread}")
 
 
 def _check_meetings(plans: PlanSet) -> None:
