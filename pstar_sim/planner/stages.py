@@ -83,6 +83,7 @@ LONG = 0.5
 _OTHER_STAGES = (Queue.SEND, Queue.RECEIVE, "stages")
 """Causes of a wait for another stage, as a timeline names them."""
 _UNCUT = f"presets of the families {' and '.join(CUT)} are cut, not those of {{}}"
+_ENOUGH = "ranks can share the sequences, and each has room for one"
 MOST_BUBBLE = 0.5
 """Largest bubble, by its closed form, of a pipeline that "auto" plans."""
 
@@ -247,72 +248,80 @@ def ways_to_spread(
     """
     if job.model is None or job.batch is None:
         raise PstarError("a trace is of a whole model; give --model, whose preset is cut into stages")
-    gpus, local, entry = machine.world_size, machine.local_ranks, shape or model_entry(job.model)
-    ways: list[Way] = []
+    entry, ways = shape or model_entry(job.model), list[Way]()
     missing: dict[str, list[str]] = {}  # reason -> ways
-    asked = job.micro_batches or 1
-    sequences = job.batch * asked
-    degrees = [(t, p, c) for t in _divisors(local) for p in _divisors(gpus // t) for c in _divisors(gpus // t // p)]
-    enough = uncut = 0
-    for tensor, stages, context in degrees:
-        if tensor * stages * context > 1 and entry.family not in CUT:
-            uncut += 1
-            continue
-        data = gpus // stages // tensor // context
-        one = Parallelism(tensor=tensor, context=context, pipeline=stages, data=data)
-        why = ""
-        if context > 1 and not every and sequences % (data * context) == 0:
-            if _bytes_of_sequence(entry, job, tensor, stages) < LONG * machine.gpu.memory_bytes:
-                enough += 1
-                continue
-        if stages > entry.layers:
-            why = f"the model has {entry.layers} blocks"
-        elif tensor > 1 and entry.latent is not None:
-            why = "its layers are not split over ranks"
-        elif any(size % tensor for size in split_widths(entry).values()):
-            widths = ", ".join(f"{size} {what}" for what, size in split_widths(entry).items())
-            why = f"{tensor} ranks cannot split {widths}"
-        elif context > 1 and (job.seq or 0) % (2 * context):
-            why = f"a sequence of {job.seq} is not {2 * context} equal parts"
-        elif any(n % local and local % n for n in (context * tensor, data * context * tensor)):
-            why = f"stages of {data * context * tensor} GPUs do not fill nodes of {local}"
-        elif sequences % data:
-            why = f"dp ranks cannot share {format_count(sequences, 'sequence')}"
-        elif machine.mixed and (unlike := _unlike(machine, one)):
-            why = unlike
-        if why:
+    for one in _degrees_on(machine):
+        if why := _why_not(entry, job, machine, one, every=every):
             missing.setdefault(why, []).append(str(one))
             continue
-        splits = tensor > 1 and (job.seq or 0) % (tensor * context) == 0 and job.autocast is None
-        each = sequences // data
-        usual = min(_divisors(each), key=lambda count: (abs(count - asked), count))
-        fewer = min(_divisors(each), key=lambda count: (abs(count - usual // _FEWER), count))
-        for micro_batches in dict.fromkeys((usual, each, *((fewer,) if stages == 1 else ()))):
-            batch = sequences // micro_batches
-            cuts = CUTS if machine.mixed and stages > 1 else CUTS[:1]
-            splitting = (True, False) if splits and every else (splits,)
-            experts = _degrees_of_experts(entry, data * context, local // tensor, every=every)
-            for (schedule, virtual), split, cut, share in product(
-                _orders(entry.layers, stages, micro_batches, usual, every=every), splitting, cuts, experts
-            ):
-                if virtual > 1 and cut != CUTS[0]:
-                    continue
-                spread = replace(one, schedule=schedule, virtual=virtual, sequence=split, cut=cut, experts=share)
-                bubble = closed_bubble(spread, micro_batches)
-                if bubble > MOST_BUBBLE and not every:
-                    why = f"a bubble of more than {MOST_BUBBLE:.0%}"
-                    of_way = f"{spread} with {format_count(micro_batches, 'micro-batch')} ({bubble:.0%})"
-                    missing.setdefault(why, []).append(of_way)
-                    continue
-                ways.append(Way(parallelism=spread, batch=batch, micro_batches=micro_batches))
-    left_out = [f"{'; '.join(of)}: {why}" for why, of in missing.items()]
-    if uncut:
-        left_out.append(f"{format_count(uncut, 'way')} with tp, cp or pp: {_UNCUT.format(entry.family)}")
-    if enough:
-        left_out.append(
-            f"{format_count(enough, 'way')} with cp: ranks can share the sequences, and each has room for one"
-        )
+        for way in _in_all_orders(entry, job, machine, one, every=every):
+            bubble = closed_bubble(way.parallelism, way.micro_batches)
+            if every or bubble <= MOST_BUBBLE:
+                ways.append(way)
+                continue
+            of_way = f"{way.parallelism} with {format_count(way.micro_batches, 'micro-batch')} ({bubble:.0%})"
+            missing.setdefault(f"a bubble of more than {MOST_BUBBLE:.0%}", []).append(of_way)
+    counted = {_UNCUT.format(entry.family): "with tp, cp or pp", _ENOUGH: "with cp"}
+    left_out = [f"{'; '.join(of)}: {why}" for why, of in missing.items() if why not in counted]
+    for why, which in counted.items():
+        if why in missing:
+            left_out.append(f"{format_count(len(missing[why]), 'way')} {which}: {why}")
     return ways, left_out
+
+
+def _degrees_on(machine: Machine) -> Iterator[Parallelism]:
+    """All that divide the GPUs, with ranks that split a layer in one node."""
+    gpus = machine.world_size
+    for tensor in _divisors(machine.local_ranks):
+        for stages in _divisors(gpus // tensor):
+            for context in _divisors(gpus // tensor // stages):
+                data = gpus // stages // tensor // context
+                yield Parallelism(tensor=tensor, context=context, pipeline=stages, data=data)
+
+
+def _why_not(entry: ModelEntry, job: Job, machine: Machine, one: Parallelism, *, every: bool) -> str:
+    """Why these degrees are left out; "" if they are not."""
+    assert job.batch is not None and one.data is not None
+    local, summing = machine.local_ranks, one.data * one.context
+    sequences, seq = job.batch * (job.micro_batches or 1), job.seq or 0
+    if one.tensor * one.pipeline * one.context > 1 and entry.family not in CUT:
+        return _UNCUT.format(entry.family)
+    if one.context > 1 and not every and sequences % summing == 0:
+        if _bytes_of_sequence(entry, job, one.tensor, one.pipeline) < LONG * machine.gpu.memory_bytes:
+            return _ENOUGH
+    if one.pipeline > entry.layers:
+        return f"the model has {entry.layers} blocks"
+    if one.tensor > 1 and entry.latent is not None:
+        return "its layers are not split over ranks"
+    if any(size % one.tensor for size in split_widths(entry).values()):
+        widths = ", ".join(f"{size} {what}" for what, size in split_widths(entry).items())
+        return f"{one.tensor} ranks cannot split {widths}"
+    if one.context > 1 and seq % (2 * one.context):
+        return f"a sequence of {job.seq} is not {2 * one.context} equal parts"
+    if any(n % local and local % n for n in (one.context * one.tensor, summing * one.tensor)):
+        return f"stages of {summing * one.tensor} GPUs do not fill nodes of {local}"
+    if sequences % one.data:
+        return f"dp ranks cannot share {format_count(sequences, 'sequence')}"
+    return _unlike(machine, one) if machine.mixed else ""
+
+
+def _in_all_orders(entry: ModelEntry, job: Job, machine: Machine, one: Parallelism, *, every: bool) -> Iterator[Way]:
+    """These degrees with all numbers of micro-batches, schedules, cuts, sequence parallelism and degrees of experts."""
+    assert job.batch is not None and one.data is not None
+    stages, asked = one.pipeline, job.micro_batches or 1
+    splits = one.tensor > 1 and (job.seq or 0) % (one.tensor * one.context) == 0 and job.autocast is None
+    splitting = (True, False) if splits and every else (splits,)
+    cuts = CUTS if machine.mixed and stages > 1 else CUTS[:1]
+    experts = _degrees_of_experts(entry, one.data * one.context, machine.local_ranks // one.tensor, every=every)
+    each = job.batch * asked // one.data
+    usual = min(_divisors(each), key=lambda count: (abs(count - asked), count))
+    fewer = min(_divisors(each), key=lambda count: (abs(count - usual // _FEWER), count))
+    for micro_batches in dict.fromkeys((usual, each, *((fewer,) if stages == 1 else ()))):
+        orders = _orders(entry.layers, stages, micro_batches, usual, every=every)
+        for (schedule, virtual), split, cut, share in product(orders, splitting, cuts, experts):
+            if virtual == 1 or cut == CUTS[0]:
+                spread = replace(one, schedule=schedule, virtual=virtual, sequence=split, cut=cut, experts=share)
+                yield Way(parallelism=spread, batch=job.batch * asked // micro_batches, micro_batches=micro_batches)
 
 
 def _degrees_of_experts(entry: ModelEntry, sharing: int, local: int, *, every: bool) -> list[int]:
