@@ -178,6 +178,8 @@ def cheapest(
         settings=settings,
         policies=None if policies is None else tuple(asked_names(policies)),
         parallel=parallel,
+        tokens=tokens,
+        deadline_s=deadline_s,
     )
     wanted = known if machines is None else listed("machines", machines, "machines or names of machines")
     chosen = [machine_of(m) for m in wanted]  # type: ignore[arg-type]
@@ -191,9 +193,9 @@ def cheapest(
         tell(machine.name, number_, len(chosen))
         cost = _price_of(machine, known)
         if counts is None:
-            rows.append(_offer(machine, asked, *cost, tokens, deadline_s, most_nodes))
+            rows.append(_offer(machine, asked, cost, most_nodes))
         else:
-            rows += [_exactly(machine, n, asked, *cost, tokens, deadline_s) for n in counts]
+            rows += [_exactly(machine, n, asked, cost) for n in counts]
     rows.sort(key=_rank)
     return Cheapest(model=model, tokens=tokens, deadline_s=deadline_s, rows=tuple(rows), job=job)
 
@@ -215,15 +217,20 @@ class _Question:
     loading: Loading
     settings: Settings
     policies: tuple[str, ...] | None
-    parallel: str | Parallelism | None = None
+    parallel: str | Parallelism | None
+    tokens: float
+    deadline_s: float | None
 
     def workloads(self, machine: Machine, micro_batches: int) -> tuple[Workload, ...]:
         """Raises PstarError if the ranks cannot share a micro-batch."""
         return replace(self.job, batch=self.batch // micro_batches, micro_batches=micro_batches).of(machine)
 
 
-def _price_of(machine: Machine, prices: Mapping[str, Price]) -> tuple[float | None, str]:
-    """(USD per hour of one node, its source), or None and how to give a price."""
+_Cost = tuple[float | None, str]
+"""USD per hour of one node and its source, or None and how to give a price."""
+
+
+def _price_of(machine: Machine, prices: Mapping[str, Price]) -> _Cost:
     price, listed_as = prices.get(machine.name), as_listed(machine)
     if price is not None and not price.own and listed_as is not None and listed_as.local_ranks != machine.local_ranks:
         return (
@@ -248,23 +255,14 @@ def _counts(machine: Machine, batch: int, most: int) -> list[int]:
     return [n for n in counts if n == machine.nodes or all((share / n).denominator == 1 for share in shares)]
 
 
-def _offer(
-    machine: Machine,
-    asked: _Question,
-    usd: float | None,
-    what: str,
-    tokens: float,
-    deadline_s: float | None,
-    most_nodes: int,
-) -> Offer:
+def _offer(machine: Machine, asked: _Question, cost: _Cost, most_nodes: int) -> Offer:
     """The fewest nodes that make the deadline, else the nearest offer: doubling, then bisection between the last that
     was too slow or too small and the first in time."""
     counts = _counts(machine, asked.batch, most_nodes)
     rows: dict[int, Offer] = {}
 
     def ask(nodes: int) -> tuple[Offer, bool]:
-        where = with_nodes(machine, nodes) if nodes != machine.nodes else machine
-        rows[nodes], final = _so_many(where, asked, usd, what, tokens, deadline_s)
+        rows[nodes], final = _so_many(_of_nodes(machine, nodes), asked, cost)
         return rows[nodes], final
 
     at, below = 0, -1  # positions in counts; below: the last number that was too slow or too small
@@ -286,22 +284,19 @@ def _offer(
     return replace(row, tried=tuple(sorted(rows)))
 
 
-def _exactly(
-    machine: Machine,
-    nodes: int,
-    asked: _Question,
-    usd: float | None,
-    what: str,
-    tokens: float,
-    deadline_s: float | None,
-) -> Offer:
-    base = Offer(machine=machine.name, nodes=nodes, gpus=nodes * machine.local_ranks, price_of=what, tried=(nodes,))
+def _exactly(machine: Machine, nodes: int, asked: _Question, cost: _Cost) -> Offer:
+    base = Offer(machine=machine.name, nodes=nodes, gpus=nodes * machine.local_ranks, price_of=cost[1], tried=(nodes,))
     try:
-        where = with_nodes(machine, nodes) if nodes != machine.nodes else machine
+        where = _of_nodes(machine, nodes)
     except PstarError as error:
         return replace(base, reason=str(error))
-    row, _ = _so_many(where, asked, usd, what, tokens, deadline_s, late=True)
+    row, _ = _so_many(where, asked, cost, late=True)
     return replace(row, tried=(nodes,))
+
+
+def _of_nodes(machine: Machine, nodes: int) -> Machine:
+    """Its own nodes, which may differ, or so many like the first."""
+    return machine if nodes == machine.nodes else with_nodes(machine, nodes)
 
 
 def _no_more(machine: Machine, batch: int, most_nodes: int) -> str:
@@ -312,20 +307,12 @@ def _no_more(machine: Machine, batch: int, most_nodes: int) -> str:
     return f"more than {most_nodes} nodes were not tried"
 
 
-def _so_many(
-    machine: Machine,
-    asked: _Question,
-    usd: float | None,
-    what: str,
-    tokens: float,
-    deadline_s: float | None,
-    *,
-    late: bool = False,
-) -> tuple[Offer, bool]:
+def _so_many(machine: Machine, asked: _Question, cost: _Cost, *, late: bool = False) -> tuple[Offer, bool]:
     """With whether the reason would be the same with more nodes.
 
     late: whether to plan what misses the deadline even if it never waits.
     """
+    (usd, what), deadline_s = cost, asked.deadline_s
     base = Offer(
         machine=machine.name,
         nodes=machine.nodes,
@@ -336,7 +323,7 @@ def _so_many(
     try:
         row: Row | StagesRow
         if asked.parallel is None:
-            least_s = _least_s(machine, asked, tokens)
+            least_s = _least_s(machine, asked)
             if not late and deadline_s is not None and least_s > deadline_s:
                 days = least_s / DAY_S
                 reason = f"too slow: {days:.1f} days if it never waited for anything"
@@ -352,20 +339,20 @@ def _so_many(
     except PstarError as error:
         return replace(base, reason=str(error)), True
     assert row.tokens_per_s is not None
-    cost = bill(tokens, row.tokens_per_s, (usd or 0.0) * machine.nodes)
+    due = bill(asked.tokens, row.tokens_per_s, (usd or 0.0) * machine.nodes)
     uncertainty, why = (row.expected_error, row.trust) if isinstance(row, Row) else (None, None)
     offer = replace(
         base,
-        in_time=deadline_s is None or cost.days * DAY_S <= deadline_s,
-        in_time_is_sure=deadline_s is None or abs(deadline_s / (cost.days * DAY_S) - 1) > (uncertainty or 0.0),
+        in_time=deadline_s is None or due.days * DAY_S <= deadline_s,
+        in_time_is_sure=deadline_s is None or abs(deadline_s / (due.days * DAY_S) - 1) > (uncertainty or 0.0),
         policy=row.policy,
         parallel=None if isinstance(row, Row) else row.parallel,
         batch=batch,
         micro_batches=micro_batches,
         tokens_per_s=row.tokens_per_s,
-        days=cost.days,
-        usd=None if usd is None else cost.usd,
-        usd_per_million_tokens=None if usd is None else cost.usd_per_million_tokens,
+        days=due.days,
+        usd=None if usd is None else due.usd,
+        usd_per_million_tokens=None if usd is None else due.usd_per_million_tokens,
         tflops_per_gpu=row.tflops_per_gpu,
         mfu=row.mfu,
         expected_error=uncertainty,
@@ -374,7 +361,7 @@ def _so_many(
     return offer, False
 
 
-def _least_s(machine: Machine, asked: _Question, tokens: float) -> float:
+def _least_s(machine: Machine, asked: _Question) -> float:
     """Of the matmuls alone on the slowest rank, in one micro-batch, with the best shares that a policy may take."""
     workloads = asked.workloads(machine, 1)
     every = sum(w.tokens for w in workloads)
@@ -382,11 +369,11 @@ def _least_s(machine: Machine, asked: _Question, tokens: float) -> float:
     if job_of is not None:
         layout = build_layout(workloads[0])
         search = AnyShares(sum(w.batch for w in workloads), machine, asked.settings, layout, job_of)
-        return search.computing_s() * tokens / every
+        return search.computing_s() * asked.tokens / every
     kinds = {(id(rank.gpu), id(w)): (r, w) for r, (rank, w) in enumerate(zip(machine.ranks, workloads))}
     layout = build_layout(workloads[0])
     slowest = max(sum(CostModel(w, machine, layout, rank=r).moments_s) for r, w in kinds.values())
-    return slowest * tokens / every
+    return slowest * asked.tokens / every
 
 
 def _fastest(machine: Machine, asked: _Question) -> tuple[Row, int, int]:
