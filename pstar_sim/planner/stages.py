@@ -866,8 +866,7 @@ def machine_of_stage(machine: Machine, parallelism: Parallelism, stage: int) -> 
 
 
 def _groups_of(machine: Machine, parallelism: Parallelism) -> tuple[Group, ...]:
-    """Raises PstarError for ranks of cp or ep that do not fill nodes. What an all-to-all has for ranks of its own node
-    stays inside, beside what leaves it by a share of the network; its latencies are those of [Note: collectives]."""
+    """Raises PstarError for ranks of cp or ep that do not fill nodes."""
     groups, tensor, local = [], parallelism.tensor, machine.local_ranks
     summing = parallelism.data_on(machine.world_size) * parallelism.context
     if tensor > 1:
@@ -885,16 +884,26 @@ def _groups_of(machine: Machine, parallelism: Parallelism) -> tuple[Group, ...]:
                 f"parallelism {parallelism}: {here} GPUs {what}, which do not fill the nodes of {machine.name}, of "
                 f"{local} GPUs each; {key}={best}{beside} would"
             )
-        if ranks > 1 and name == EXPERTS and here > local:
-            away = here // local
-            fabric = _between(machine, 0, here - 1, local)
-            share = (ranks - 1) / ranks * away / (away - 1)
-            hops_s = (local // tensor - 1) * _inside(machine).latency_s + (away - 1) * fabric.latency_s
-            fabric = replace(fabric, bytes_per_s=fabric.bytes_per_s * share, latency_s=hops_s / (ranks - 1))
-            groups.append(Group(name=name, ranks=ranks, fabric=fabric))
-        elif ranks > 1:
-            groups.append(Group(name=name, ranks=ranks, fabric=_between(machine, 0, here - 1, tensor)))
+        if ranks > 1:
+            groups.append(Group(name=name, ranks=ranks, fabric=_joining(machine, name, here, tensor)))
     return tuple(groups)
+
+
+def _joining(machine: Machine, name: str, gpus: int, tensor: int) -> Fabric:
+    """What joins every `tensor`-th of `gpus`; over nodes as in [Note: collectives] (cost.py), so that latencies of all
+    hops are equal. What an all-to-all has for ranks of its own node stays inside, beside what leaves it by a share of
+    the network."""
+    inside, away = _inside(machine), gpus // machine.local_ranks
+    if away <= 1:
+        return inside
+    ranks, here, fabric = gpus // tensor, machine.local_ranks // tensor, _between(machine, 0, gpus - 1, tensor)
+    hops_s = (here - 1) * inside.latency_s + (away - 1) * fabric.latency_s
+    if name == EXPERTS:
+        share = (ranks - 1) / ranks * away / (away - 1)
+        fabric = replace(fabric, bytes_per_s=fabric.bytes_per_s / here * share)
+    elif here > 1:
+        fabric = min(fabric, inside, key=lambda each: each.bytes_per_s)
+    return replace(fabric, latency_s=hops_s / (ranks - 1))
 
 
 def _roomy_first(machine: Machine) -> tuple[Rank, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 from dataclasses import replace
@@ -460,6 +461,21 @@ def test_ranks_that_split_a_sequence_add_up_gradients_as_ranks_that_share_the_ba
     assert planned.sums > 0 == other.sums
     with pytest.raises(PlanError, match="stage 0 is of cp=2,dp=2; the set is of dp=4"):
         prove_set(replace(planned.plans, parallelism=shared))
+
+
+@pytest.mark.parametrize(("text", "hops"), [("cp=16", 7), ("cp=8,tp=2", 3), ("cp=2,tp=8", 0)])
+def test_a_ring_over_nodes_leaves_each_node_once(text: str, hops: int) -> None:
+    """Of two nodes, of 8 H100s each, as gathers of chunks: round a node, then between them. Rings of `tp` ranks share
+    the network. Where a node's own links are slower, the ring is as slow."""
+    machine, spread, size = load_machine("h100-80x8", nodes=2), Parallelism.parse(text), 16 * MIB
+    assert machine.peer is not None and machine.network is not None
+    workload = workload_of(model_entry("tiny-gpt2"), batch=1, sequence=64)
+    latencies_s = hops * machine.peer.latency_s + machine.network.latency_s
+    for peer_rate in (machine.peer.bytes_per_s, 1e9):
+        own = machine_of_stage(replace(machine, peer=replace(machine.peer, bytes_per_s=peer_rate)), spread, 0)
+        rate = min(machine.network.bytes_per_s / spread.tensor, peer_rate if hops else math.inf)
+        seconds = CostModel(workload, own, build_layout(workload)).group_s([("all_gather", "context", size)])
+        assert seconds == pytest.approx(latencies_s + size * (1 - 1 / spread.context) / rate)
 
 
 class TestExperts:
