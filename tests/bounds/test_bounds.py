@@ -158,10 +158,11 @@ def test_least_maximum_is_found_exactly() -> None:
 @pytest.mark.parametrize("name", sorted(named(lambda able: able.balance is None)))
 def test_no_policy_is_under_the_bound(name: str, whole: bool) -> None:
     """Random models on random machines, three update rules: simulated >= bound, wherever the policy fits at all.
-    Thirty jobs, fifteen for the policy that searches, sixty with --whole, and then with all its effort."""
+    Twelve jobs, six for the policy that searches, sixty with --whole, and then with all its effort."""
     played, effort = 0, 1.0 if whole else LITTLE_EFFORT
+    examples = 60 if whole else 6 if name == "optimal" else 12
 
-    @hypothesis.settings(max_examples=60 if whole else 15 if name == "optimal" else 30)
+    @hypothesis.settings(max_examples=examples)
     @given(chances())
     def holds(chance: random.Random) -> None:
         nonlocal played
@@ -189,7 +190,7 @@ def test_no_policy_is_under_the_bound(name: str, whole: bool) -> None:
         assert t.peak_bytes["gpu"] <= plan.gpu_budget_bytes
 
     holds()
-    assert played >= (2 if name in ("all_on_gpu", "zero3_resident") else 7)
+    assert played >= examples * (0.05 if name in ("all_on_gpu", "zero3_resident") else 0.4)
 
 
 def test_a_layer_major_iteration_turns_once_by_hand() -> None:
@@ -205,14 +206,14 @@ def test_a_layer_major_iteration_turns_once_by_hand() -> None:
 
 @pytest.mark.parametrize(
     ("spec", "examples"),
-    [("l2l", 12), ("tide:order=relay", 12), ("tide:order=relay-host", 12), ("tide:streams=on,order=relay", 6)],
+    [("l2l", 6), ("tide:order=relay", 5), ("tide:order=relay-host", 5), ("tide:streams=on,order=relay", 4)],
 )
 def test_no_layer_major_plan_is_under_its_bounds(spec: str, examples: int, whole: bool) -> None:
     """Random models of 2 to 4 micro-batches: the closed form (of plans that stream nothing), the joint and the fluid
     program."""
     played = 0
 
-    @hypothesis.settings(max_examples=examples * (10 if whole else 1))
+    @hypothesis.settings(max_examples=examples * (20 if whole else 1))
     @given(chances())
     def holds(chance: random.Random) -> None:
         nonlocal played

@@ -97,11 +97,11 @@ def test_sums_may_visit_the_gpu() -> None:
         assert lower_bound(w, m, settings, build_layout(w)).terms["adam"] == pytest.approx(56.0, rel=1e-3)
 
 
-def test_the_fluid_bound_is_no_less_than_the_closed_form_and_no_plan_beats_it() -> None:
+def test_the_fluid_bound_is_no_less_than_the_closed_form_and_no_plan_beats_it(whole: bool) -> None:
     """Random models, machines and settings; all policies."""
-    played = 0
+    played, examples = 0, 25 if whole else 8
 
-    @hypothesis.settings(max_examples=25)
+    @hypothesis.settings(max_examples=examples)
     @given(st.integers(1, 4).flatmap(lambda layers: jobs(layers=layers)))
     def holds(job: Drawn) -> None:
         nonlocal played
@@ -117,7 +117,7 @@ def test_the_fluid_bound_is_no_less_than_the_closed_form_and_no_plan_beats_it() 
             played += 1
 
     holds()
-    assert played > 60
+    assert played > 2.4 * examples
 
 
 def test_a_program_that_does_not_solve_falls_back(

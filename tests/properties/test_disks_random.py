@@ -53,10 +53,10 @@ def on_disks(policy: str, job: Drawn, chance: random.Random) -> Plan | None:
 
 
 @pytest.mark.parametrize("policy", ["tide", "optimal", "l2l"])
-def test_every_plan_is_proved_and_above_the_bound(policy: str) -> None:
+def test_every_plan_is_proved_and_above_the_bound(policy: str, whole: bool) -> None:
     fitted = 0
 
-    @settings(max_examples=20)
+    @settings(max_examples=20 if whole else 8)
     @given(jobs(ranks=(1, 2)), chances(), seeds())
     def holds(job: Drawn, chance: random.Random, shake: random.Random) -> None:
         nonlocal fitted

@@ -29,7 +29,7 @@ from pstar_sim.workload.workload import Workload, repeat_micro_batch
 pytestmark = TIME_TO_SHRINK
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(chances(), seeds())
 def test_every_policy_on_random_choices(chance: random.Random, shake: random.Random) -> None:
     w = offloaded_chain(chance)
@@ -77,13 +77,14 @@ def loaded_choice(rng: random.Random) -> tuple[Workload, Machine]:
 
 
 @pytest.mark.slow
-def test_stashes_raise_the_bound_and_no_policy_beats_it() -> None:
+def test_stashes_raise_the_bound_and_no_policy_beats_it(whole: bool) -> None:
     """Beside the chunks' copies on the link: never lower than the bound of the same moments without stashes, or than
     that of computing and stashes alone; often higher than both; and no plan of any policy is faster, by the joint LP
     or the fluid program."""
     higher = finer = plans = 0
+    examples = 30 if whole else 10
 
-    @settings(max_examples=30)
+    @settings(max_examples=examples)
     @given(chances())
     def holds(chance: random.Random) -> None:
         nonlocal higher, finer, plans
@@ -116,4 +117,4 @@ def test_stashes_raise_the_bound_and_no_policy_beats_it() -> None:
                     assert seconds >= pinned * (1 - 1e-6), name
 
     holds()
-    assert plans > 100 and higher > 5 and finer > 5, (plans, higher, finer)
+    assert plans > 3 * examples and higher > examples / 6 and finer > examples / 6, (plans, higher, finer)

@@ -22,7 +22,7 @@ def same(a: Workload, b: Workload) -> bool:
 
 
 @given(w=workloads(), duration=st.none() | st.floats(0, 1e6), notes=st.text(max_size=20))
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_any_workload_comes_back_exactly(w: Workload, duration: float | None, notes: str) -> None:
     moments = tuple(dataclasses.replace(m, duration_s=duration) for m in w.moments)
     machine = None if duration is None else "virtual"
@@ -81,7 +81,7 @@ def test_the_same_seed_gives_the_same_workload(seed: int) -> None:
 
 
 @given(workloads())
-@settings(max_examples=200)
+@settings(max_examples=80)
 def test_random_workloads_are_whole(w: Workload) -> None:
     check_workload(w)
     assert w.trainable_params > 0
