@@ -521,13 +521,13 @@ def plan_and_play(
     CannotPlan, and PlanError naming the policy for any other fault of it.
     """
 
-    def plan_on(where: Machine) -> Plan:
+    def plan_on(where: Machine, asked: Settings) -> Plan:
         if is_built_in(policy):
-            return plan_once(policy, workload, where, settings)
-        return _users_plan(policy, workload, where, settings, label)
+            return plan_once(policy, workload, where, asked)
+        return _users_plan(policy, workload, where, asked, label)
 
     if loading is None:
-        plan = plan_on(machine)
+        plan = plan_on(machine, settings)
     else:
         plan = with_room(plan_on, policy, workload, machine, settings, loading=loading)
     played, timeline = _played(plan, label, workloads)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from pstar_sim.arguments import flag
 from pstar_sim.catalog.machine import Machine
@@ -415,7 +415,7 @@ def _fit(name: str, share: Share, job: Asked, *, times: bool) -> tuple[Fit, Does
         need = memory_need(name, workload, machine, settings, loading=job.loading)
         if times:
             plan = need.plan or with_room(
-                lambda where: find_policy(name)(workload, where, settings),
+                partial(find_policy(name), workload),
                 name,
                 workload,
                 machine,

@@ -13,8 +13,10 @@ If a plan takes too much, the policy plans for a host with less memory (`with_ro
 (`Capabilities.counts_host`).
 
 [Note: less of the host, more on disks] With disks, the smallest plan is that for the least memory for which the policy
-plans at all, which its refusals name. If it has no room, none has, and its need is the answer. If it has, halving finds
-the plan with room for the most memory, up to (the memory beyond the smallest plan's) / 2 ** HALVES. Its need without
+plans at all, which its refusals name. If it has no room, none has, and its need is the answer. If it has, plans made
+without a search (ANY_PLAN) look for the most memory with room: what the last left over is added, or the interval is
+halved, until 1 / 2 ** CLOSE of the host is left or HALVES plans are made. The policy searches for that memory alone,
+with the chunk size that pinning rounds up least, because disks move what rounding keeps off the host. Its need without
 disks is no answer there.
 
 [Note: payloads that pass through the host] A plan that uses disks needs slabs for the payloads that never leave the
@@ -30,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from pstar_sim.catalog.machine import Gpu, Machine
 from pstar_sim.core.plan import ANY_PLAN, STASHES, Plan, Settings
@@ -49,7 +52,8 @@ from pstar_sim.workload.loading import WHOLE, Loading
 from pstar_sim.workload.workload import Workload
 
 MOST_SHORT = 6  # refusals in a row: payloads, rounding and start-up of the host, then the GPU
-HALVES = 5  # of the host memory between a plan that has room and one that has none
+HALVES = 5  # plans between one that has room and one that has none
+CLOSE = 6  # a plan that leaves 1 / 2 ** CLOSE of the host is close enough
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +141,7 @@ def shortage(
 
 
 def with_room(
-    plan_on: Callable[[Machine], Plan],
+    plan_with: Callable[[Machine, Settings], Plan],
     policy: str | Policy,
     workload: Workload,
     machine: Machine,
@@ -146,11 +150,23 @@ def with_room(
     loading: Loading = WHOLE,
 ) -> Plan:
     """A plan that the host has room to run ([Note: what the host really has to give]). Raises DoesNotFit."""
+
+    def planner(asked: Settings) -> Callable[[Machine], Plan]:
+        return lambda where: plan_with(where, asked)
+
+    plan_on = planner(settings)
+    if machine.nvme is not None and not can(policy).counts_host:
+        if _has_room(planner(replace(settings, effort=ANY_PLAN)), machine, loading):
+            plan = plan_on(machine)
+            if _shortage_of(plan, machine, loading) is None:
+                return plan
+        rounded = replace(settings, chunk_bytes=_least_rounded(policy, workload, machine, settings))
+        any_on = planner(replace(rounded, effort=ANY_PLAN))
+        plan = _from_disks(planner(rounded), any_on, machine, loading, halves=HALVES)
+        return replace(plan, settings=settings)
     plan = plan_on(machine)
     if can(policy).counts_host:
         return plan
-    if machine.nvme is not None:
-        return _from_disks(plan_on, plan, machine, loading, halves=HALVES)
     refusal = _shortage_of(plan, machine, loading)
     smaller = _shrunk(plan_on, plan, machine, loading)
     if smaller is not None:
@@ -163,6 +179,27 @@ def with_room(
             return _moved(smaller, machine)
     assert refusal is not None
     raise refusal
+
+
+def _has_room(plan_on: Callable[[Machine], Plan], machine: Machine, loading: Loading) -> bool:
+    try:
+        return _shortage_of(plan_on(machine), machine, loading) is None
+    except DoesNotFit:
+        return False
+
+
+def _least_rounded(policy: str | Policy, workload: Workload, machine: Machine, settings: Settings) -> int | None:
+    """The chunk size whose payloads pinning rounds up least, of those that a search would try."""
+    able = can(policy)
+    if able.point is None or not able.tries_others or settings.chunk_bytes is not None:
+        return settings.chunk_bytes
+
+    def rounded(job: Job) -> float:
+        payloads = _payloads(job, 0)
+        return pack_slabs(payloads.items()).total_bytes / max(1, sum(payloads.values()))
+
+    jobs = jobs_of_sizes(policy_name(policy), workload, machine, settings, able.point)
+    return min(jobs, key=rounded).layout.chunk_bytes
 
 
 def _shrunk(plan_on: Callable[[Machine], Plan], plan: Plan, machine: Machine, loading: Loading) -> Plan | None:
@@ -180,19 +217,47 @@ def _shrunk(plan_on: Callable[[Machine], Plan], plan: Plan, machine: Machine, lo
 
 
 def _from_disks(
-    plan_on: Callable[[Machine], Plan], plan: Plan, machine: Machine, loading: Loading, *, halves: int
+    plan_on: Callable[[Machine], Plan],
+    any_on: Callable[[Machine], Plan],
+    machine: Machine,
+    loading: Loading,
+    *,
+    halves: int,
 ) -> Plan:
     """[Note: less of the host, more on disks]. Raises DoesNotFit.
 
+    any_on: without a search.
     halves: 0 for any plan that has room.
     """
+    try:
+        budget_bytes, found = _most_on_host(any_on, machine, loading, halves=halves)
+    except DoesNotFit:
+        if any_on is plan_on:
+            raise
+        any_on = plan_on  # a search may find other chunk sizes or policies that have room
+        budget_bytes, found = _most_on_host(plan_on, machine, loading, halves=halves)
+    for _ in range(MOST_SHORT if any_on is not plan_on else 0):
+        best = _planned_within(plan_on, machine, budget_bytes)
+        if best is None or (short := _shortage_of(best, machine, loading)) is None:
+            found = best or found
+            break
+        budget_bytes -= short.short_bytes
+    return found if found.machine is machine else _moved(found, machine)
+
+
+def _most_on_host(
+    plan_on: Callable[[Machine], Plan], machine: Machine, loading: Loading, *, halves: int
+) -> tuple[int, Plan]:
+    """Host budget, and the plan for it that has room on the machine. Raises DoesNotFit."""
+    plan, whole = plan_on(machine), machine.host_budget_bytes
     short = _shortage_of(plan, machine, loading)
     if short is None:
-        return plan
-    refused, high, budget_bytes, uses_disks = 0, machine.host_budget_bytes, 1, True
+        return whole, plan
+    refused, high, uses_disks = 0, whole, True
+    budget_bytes = max(1, whole - short.short_bytes) if halves else 1
     for _ in range(2 * MOST_SHORT):
         try:
-            found = plan_on(_with_host_budget(machine, budget_bytes))
+            need = need_of_plan(plan_on(_with_host_budget(machine, budget_bytes)), loading)
         except DoesNotFit as refusal:
             refused = budget_bytes
             wanted_bytes = _wanted_bytes(refusal, refused)
@@ -200,23 +265,28 @@ def _from_disks(
                 raise short from None  # there is a plan only where there is no room
             budget_bytes = wanted_bytes if refused < wanted_bytes < high else (refused + high) // 2
             continue
-        still = _shortage_of(found, machine, loading)
+        assert need.plan is not None
+        still = host_shortage(need, machine)
         if still is None:
             break
         short = min(short, still, key=lambda one: one.needed_bytes)
-        high, uses_disks = budget_bytes, found.nvme_budget_bytes > 0
+        high, uses_disks = budget_bytes, need.plan.nvme_budget_bytes > 0
         budget_bytes = (refused + high) // 2
     else:
         raise short
     low = budget_bytes
     for _ in range(halves):
-        budget_bytes = (low + high) // 2
+        left_bytes = whole - need.host_bytes
+        if left_bytes <= whole >> CLOSE:
+            break
+        budget_bytes = low + left_bytes if low + left_bytes < high else (low + high) // 2
         more = _planned_within(plan_on, machine, budget_bytes)
-        if more is not None and _shortage_of(more, machine, loading) is None:
-            low, found = budget_bytes, more
+        if more is not None and host_shortage(more_need := need_of_plan(more, loading), machine) is None:
+            low, need = budget_bytes, more_need
         else:
             high = budget_bytes
-    return _moved(found, machine)
+    assert need.plan is not None
+    return low, need.plan
 
 
 def _least_need(plan_on: Callable[[Machine], Plan], machine: Machine, loading: Loading) -> Need | None:
@@ -299,9 +369,12 @@ def memory_need(
         # A host known to be short has disks beside it, or the policy would have been refused above.
         need = None if refusal is None or fewest or not on_disks else _least_need(plan_on, machine, loading)
         if need is None:
-            plan = plan_on(machine)
-            if on_disks:
-                plan = _from_disks(plan_on, plan, machine, loading, halves=HALVES if fewest else 0)
+            if not on_disks:
+                plan = plan_on(machine)
+            elif fewest:
+                plan = with_room(partial(function, workload), policy, workload, machine, settings, loading=loading)
+            else:
+                plan = _from_disks(plan_on, plan_on, machine, loading, halves=0)
             need = need_of_plan(plan, loading)
             if not able.counts_host:
                 _check_host(need, machine)

@@ -24,7 +24,7 @@ from pstar_sim.planner.explain import tide_gain
 from pstar_sim.planner.fits import SmallestChange, fits
 from pstar_sim.planner.jobs import _written
 from pstar_sim.planner.limits import _largest, _others_go_on, deeper, max_batch, max_model
-from pstar_sim.planner.memory_needs import bytes_of_all, least_gpu_bytes, memory_need, need_of_plan, shortage
+from pstar_sim.planner.memory_needs import bytes_of_all, least_gpu_bytes, memory_need, need_of_plan, shortage, with_room
 from pstar_sim.planner.trust import untuned
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.report.capacity_tables import fits_text
@@ -271,6 +271,20 @@ def test_with_disks_a_yes_stays_a_yes_as_the_host_grows_and_has_a_plan(disk_byte
     assert answers == sorted(answers) and {*answers} == {True, False}
     if disk_bytes == 10 * GB:  # of two sizes of the host, the larger leaves less to the disks
         assert kept == sorted(kept, reverse=True) and kept[0] > 2 * kept[3] > kept[-1] == 0
+
+
+def test_with_disks_few_of_the_plans_are_searched_for_most_of_the_host() -> None:
+    w, settings, efforts = preset("gpt2", batch=1, seq=64), ps.Settings(effort=0.02), list[float]()
+
+    def plan_with(where: ps.Machine, asked: ps.Settings) -> ps.Plan:
+        efforts.append(asked.effort)
+        return find_policy("optimal")(w, where, asked)
+
+    m = beside_disks("2.8GB", 10 * GB)
+    plan = with_room(plan_with, "optimal", w, m, settings)
+    assert efforts.count(settings.effort) <= 2 and len(efforts) <= 10
+    assert plan.check().peak_bytes["nvme"] > 0 and (plan.settings, plan.machine) == (settings, m)
+    assert 0.8 * m.host_budget_bytes <= need_of_plan(plan).host_bytes <= m.host_budget_bytes
 
 
 def test_a_policy_that_leaves_the_disks_alone_is_asked_for_its_smallest_plan_alone() -> None:
