@@ -1,8 +1,8 @@
 """Stages of a pipeline on GPUs that differ: cut evenly, cut by speed, and the batch shared by speed instead.
 
 Each row is a model on a machine of two kinds of GPUs, as predicted: two stages of equal depth, two stages cut by speed
-(planner/stages.py), and data parallelism with `whale`'s shares. V100 and P100 are those of Whale's own figures (1.2 to
-1.4 times an even split).
+(planner/stages_cut.py), and data parallelism with `whale`'s shares. V100 and P100 are those of Whale's own figures (1.2
+to 1.4 times an even split).
 
     python benchmarks/mixed_stages.py               # writes benchmarks/results/mixed_stages.json
 """

@@ -3,7 +3,7 @@ four nodes, beside FSDP alone.
 
 Each row is a model on a machine with a global batch of 256 sequences, as predicted: the fastest way
 whose chunks leave the GPU (`tide`), the fastest with everything on the GPUs (`all_on_gpu`, `zero3_resident`), and data
-parallelism alone with FSDP, offloaded where it does not fit otherwise (planner/stages.py).
+parallelism alone with FSDP, offloaded where it does not fit otherwise (planner/stages_compared.py).
 
     python benchmarks/spreads.py                    # writes benchmarks/results/spreads.json
 """
@@ -19,7 +19,8 @@ from _results import write_result
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.planner.jobs import Job
-from pstar_sim.planner.stages import StagesRow, Way, compare_stages, ways_of
+from pstar_sim.planner.stages_compared import StagesRow, compare_stages
+from pstar_sim.planner.stages_degrees import Way, ways_of
 from pstar_sim.workload.parallelism import Parallelism
 
 SEQUENCES = 256

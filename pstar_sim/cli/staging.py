@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pstar_sim.catalog.machine import Machine
     from pstar_sim.cli.likes import Likes
     from pstar_sim.core.plan_set import PlanSet
-    from pstar_sim.planner.stages import StagesComparison
+    from pstar_sim.planner.stages_compared import StagesComparison
     from pstar_sim.policy.registry import Policy
     from pstar_sim.workload.parallelism import Parallelism
 
@@ -54,7 +54,8 @@ def _asked(
     quiet: bool,
 ) -> StagesComparison:
     from pstar_sim.cli.inputs import job_of, settings_of
-    from pstar_sim.planner.stages import compare_stages, ways_of
+    from pstar_sim.planner.stages_compared import compare_stages
+    from pstar_sim.planner.stages_degrees import ways_of
 
     settings, one = settings_of(setting), job_of(job, parallel=str(parallel))
     ways, left_out = ways_of(one, machine, parallel)

@@ -2,7 +2,7 @@
 
 Every machine with a price is tried: one node and, if a network joins its nodes, as many nodes as the deadline requires
 (numbers that double, then bisection). The ranks share the sequences of an iteration, cut into the largest micro-batches
-that fit under some policy, and the fastest policy counts. Without other parallelism (stages.py) that is data
+that fit under some policy, and the fastest policy counts. Without other parallelism (stages_compared.py) that is data
 parallelism, with simulated communication between nodes. Idle time, failures, evaluation and storage are not counted.
 """
 
@@ -31,7 +31,8 @@ from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.compare import Row, compare
 from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.memory_needs import beyond_all, shortage
-from pstar_sim.planner.stages import ASKED, StagesRow, compare_stages, ways_of
+from pstar_sim.planner.stages_compared import StagesRow, compare_stages
+from pstar_sim.planner.stages_degrees import ASKED, ways_of
 from pstar_sim.policy.registry import STAGED, named
 from pstar_sim.python310 import Unpack
 from pstar_sim.workload.axes import AxesGiven

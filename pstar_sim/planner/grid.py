@@ -34,7 +34,7 @@ from pstar_sim.catalog.overrides import override, override_paths
 from pstar_sim.core.plan import LOOPS, SUMS, Settings
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.jobs import Job
-from pstar_sim.planner.stages import ASKED
+from pstar_sim.planner.stages_degrees import ASKED
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.schema.fields import (
     Positive,

@@ -30,7 +30,8 @@ from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.memory_needs import bytes_of_all, shortage
 from pstar_sim.planner.nearest import Elsewhere, nearest
-from pstar_sim.planner.stages import stages_shortage, ways_of
+from pstar_sim.planner.stages_degrees import ways_of
+from pstar_sim.planner.stages_shortages import stages_shortage
 from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.policy.registry import Policy, built_in, can, find_policy, is_built_in, policy_name
 from pstar_sim.python310 import Unpack

@@ -40,7 +40,8 @@ from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.compare import compare
 from pstar_sim.planner.grid import Grid, Group, job_of, load_grid, point_hash
 from pstar_sim.planner.jobs import Job
-from pstar_sim.planner.stages import compare_stages, ways_of
+from pstar_sim.planner.stages_compared import compare_stages
+from pstar_sim.planner.stages_degrees import ways_of
 from pstar_sim.version import __version__
 
 if TYPE_CHECKING:

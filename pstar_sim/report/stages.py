@@ -13,7 +13,9 @@ from pstar_sim.core.plan_set import PlanSet
 from pstar_sim.core.step import Kind
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import CostModel
-from pstar_sim.planner.stages import PlannedStages, StagesComparison, StagesRow, closed_bubble
+from pstar_sim.planner.stages import PlannedStages
+from pstar_sim.planner.stages_compared import StagesComparison, StagesRow
+from pstar_sim.planner.stages_degrees import closed_bubble
 from pstar_sim.report.byte_curves import steady_start_s
 from pstar_sim.report.legends import dark
 from pstar_sim.report.palette import ON_DARK, PHASES, QUEUE_NAMES, STEPS

@@ -14,7 +14,8 @@ from pstar_sim.frameworks.express import express_set
 from pstar_sim.frameworks.follows import Follows, stands_for
 from pstar_sim.frameworks.prediction import predict
 from pstar_sim.planner.jobs import Job
-from pstar_sim.planner.stages import plan_stages, stages_of
+from pstar_sim.planner.stages import plan_stages
+from pstar_sim.planner.stages_cut import stages_of
 from pstar_sim.python310 import toml_loads
 from pstar_sim.testing import chain_workload, round_machine
 from pstar_sim.workload.parallelism import Parallelism

@@ -32,18 +32,12 @@ from pstar_sim.planner.compare import compare
 from pstar_sim.planner.grid import load_grid
 from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.limits import Limit, deeper, max_model
-from pstar_sim.planner.stages import (
-    PlannedStages,
-    Way,
-    compare_stages,
-    examine_set,
-    machine_of_stage,
-    plan_stages,
-    stages_of,
-    stages_shortage,
-    ways_of,
-    ways_to_spread,
-)
+from pstar_sim.planner.stages import PlannedStages, examine_set, plan_stages
+from pstar_sim.planner.stages_compared import compare_stages
+from pstar_sim.planner.stages_cut import stages_of
+from pstar_sim.planner.stages_degrees import Way, ways_of, ways_to_spread
+from pstar_sim.planner.stages_machines import machine_of_stage
+from pstar_sim.planner.stages_shortages import stages_shortage
 from pstar_sim.planner.sweep import sweep
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.report.capacity_tables import cheapest_text
@@ -735,7 +729,7 @@ def test_every_way_is_planned_or_said_to_be_left_out(node: Machine) -> None:
         ("tp=4,sp,dp=1", 8, 1),
     ]
     assert left_out == [
-        "pp=4,dp=1: the model has 2 blocks",
+        "pp=4,dp=1: model tiny-gpt2: pp is 4; the model has 2 blocks, so at most 2 stages",
         "4 ways with cp: ranks can share the sequences, and each has room for one",
     ]
     found = compare_stages(JOB, node, ["all_on_gpu", "l2l"], ways[2:3], left_out=left_out)
@@ -807,7 +801,8 @@ def test_the_ways_are_those_of_the_sequences_however_they_are_written(node: Mach
     ]
     assert ways[0] >= {("dp=4", 8), ("tp=4,sp,dp=1", 8)} and ways[0] == ways[1] == ways[2]
     _, left_out = ways_to_spread(replace(JOB, batch=3, micro_batches=2), node)
-    assert "dp=4: dp ranks cannot share 6 sequences" in left_out
+    words = "dp=4: the iteration's batch is 6; the 4 ranks of a stage share it, so give a multiple of 4"
+    assert words in left_out
 
 
 def test_a_pipeline_that_is_named_says_what_auto_would_try_beside_it(node: Machine) -> None:

@@ -44,11 +44,11 @@ __all__ = [
     "axes_of",
     "can_vary",
     "check_blocks",
+    "check_split",
     "default_dtype",
     "has_kernels",
     "kernels_of",
     "preset",
-    "split_widths",
     "stage_of",
     "variant",
     "without_autocast",
@@ -170,7 +170,7 @@ def _share_of(entry: ModelEntry, model: str, ranks: int) -> ModelEntry:
         return entry
     if entry.latent is not None:
         raise _refusal(model, "tp", ranks, "layers with latent attention are not split over ranks")
-    widths = split_widths(entry)
+    widths = _split_widths(entry)
     if any(size % ranks for size in widths.values()):
         near = [n for n in range(1, entry.kv_heads + 1) if not any(size % n for size in widths.values())]
         best = min(near, key=lambda n: (abs(n - ranks), n))
@@ -191,10 +191,18 @@ def _share_of(entry: ModelEntry, model: str, ranks: int) -> ModelEntry:
     )
 
 
-def split_widths(entry: ModelEntry) -> dict[str, int]:
+def _split_widths(entry: ModelEntry) -> dict[str, int]:
     """What each of ranks that split a layer has a part of."""
     widths = {"heads": entry.heads, "heads of keys": entry.kv_heads, "feed-forward columns": entry.ffn}
     return widths if entry.experts is None else widths | {"columns of an expert": entry.experts.ffn}
+
+
+def check_split(entry: ModelEntry, stage: Stage, *, sequence: int, **given: Unpack[AxesGiven]) -> None:
+    """Raises ModelError for degrees that `stage_of` refuses."""
+    _check_experts(entry, entry.name, stage)
+    _share_of(entry, entry.name, stage.tensor)
+    if stage.context > 1:
+        _part_of_sequence(partial(_refusal, entry.name), entry, stage, sequence, Axes(**given).filled())
 
 
 def _check_experts(entry: ModelEntry, model: str, stage: Stage) -> None:

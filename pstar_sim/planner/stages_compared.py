@@ -1,0 +1,303 @@
+"""Ways planned and compared.
+
+[Note: in the order of bounds] Ways are planned in the order of their bounds until one is above the fastest plan. A
+way's bound: for any stage the first micro-batch comes through the first parts of the stages before it, the stage
+computes all, and the last goes back; where optimizer steps do not meet, iterations overlap and the stage alone counts.
+A row's (bounds/stages.py) also has updates and copies, and needs a plan. "all" plans every way.
+
+[Note: few micro-batches] A full pipeline adds the same seconds for every micro-batch. So among several ways, one with
+many is planned with one more than it has stages and with two per stage (interleaved: two and three per stage), and its
+seconds follow the line through both, never below its bound. Where overlap ends or modes change, the line is too low; so
+the fastest row is planned whole, until the fastest, ways left out included, is one that is. A policy that searches
+finds other plans for more micro-batches and is planned whole.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.layout import build_layout
+from pstar_sim.core.plan import Settings
+from pstar_sim.cost import CostModel
+from pstar_sim.errors import CannotPlan, DoesNotFit, ModelError
+from pstar_sim.planner.asked import OnPart, teller
+from pstar_sim.planner.jobs import Job
+from pstar_sim.planner.machine_notes import machine_notes
+from pstar_sim.planner.stages import PlannedStages, plan_stages, planned_again
+from pstar_sim.planner.stages_cut import micro_batch_of_parts
+from pstar_sim.planner.stages_degrees import Way, with_shards
+from pstar_sim.planner.stages_machines import machine_of_stage
+from pstar_sim.planner.utilization import tflops_and_mfu
+from pstar_sim.policy.kit.capabilities import capabilities_of
+from pstar_sim.policy.registry import Policy, find_policy
+from pstar_sim.units import format_s
+from pstar_sim.workload.parallelism import CUTS, Parallelism
+from pstar_sim.workload.pipeline import INTERLEAVED, SCHEDULES
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagesRow:
+    """The answer of one policy on one parallelism; the keys of `pstar compare --parallel --json`.
+
+    batch: sequences per micro-batch, of all ranks of a stage.
+    lower_bound_s, bubble, sums: as in PlannedStages.
+    gap: iteration_s / lower_bound_s - 1.
+    peak_gpu_bytes, peak_host_bytes: of a rank of each stage.
+    short_of: place that is short; None if it fits.
+    needed_bytes, available_bytes: in that place.
+    tflops_per_gpu, mfu: see utilization.py.
+    few: micro-batches of the larger plan behind the seconds ([Note: few micro-batches]); None if all are planned.
+    """
+
+    parallel: str
+    policy: str
+    batch: int
+    micro_batches: int
+    fits: bool
+    iteration_s: float | None = None
+    tokens_per_s: float | None = None
+    lower_bound_s: float | None = None
+    gap: float | None = None
+    bubble: float | None = None
+    sums: float | None = None
+    bound_by: str | None = None
+    peak_gpu_bytes: tuple[int, ...] = ()
+    peak_host_bytes: tuple[int, ...] = ()
+    reason: str | None = None
+    short_of: str | None = None
+    needed_bytes: int | None = None
+    available_bytes: int | None = None
+    tflops_per_gpu: float | None = None
+    mfu: float | None = None
+    few: int | None = None
+
+    @property
+    def cut(self) -> str | None:
+        """Of the layers into stages; None for one stage."""
+        spread = Parallelism.parse(self.parallel)
+        return spread.cut if spread.pipeline > 1 else None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StagesComparison:
+    """rows: those that fit, the fastest first, then the others.
+
+    left_out: ways not planned, with the reason.
+    slower: ways whose bounds, in brackets, are above the fastest plan.
+    notes: on the machine.
+    """
+
+    job: Job
+    machine: Machine
+    rows: tuple[StagesRow, ...]
+    left_out: tuple[str, ...]
+    slower: tuple[str, ...]
+    notes: tuple[str, ...]
+    best: PlannedStages | None
+
+    @property
+    def gain_of_cut(self) -> float | None:
+        """Speed of the fastest plan cut by speed over the fastest cut evenly; None without both."""
+        fastest = {
+            cut: min((row.iteration_s for row in self.rows if row.iteration_s and row.cut == cut), default=None)
+            for cut in CUTS
+        }
+        even_s, speed_s = (fastest[cut] for cut in CUTS)
+        return even_s / speed_s if even_s and speed_s else None
+
+
+def compare_stages(
+    job: Job,
+    machine: Machine,
+    policies: Sequence[str | Policy],
+    ways: Sequence[Way],
+    *,
+    left_out: Sequence[str] = (),
+    every: bool = False,
+    settings: Settings | None = None,
+    on_part: OnPart | None = None,
+) -> StagesComparison:
+    """Plans the ways with every policy that can, by [Note: which parallelisms].
+
+    every: also ways that cannot be the fastest.
+
+    Raises PstarError for a job that cannot be cut in any of the ways.
+    """
+    tell = teller(on_part)
+    settings = settings or Settings()
+    named = {policy if isinstance(policy, str) else policy.__name__: policy for policy in policies}
+    alone = len(ways) == 1
+    asked = _Asked(job=job, machine=machine, settings=settings, policies=named, alone=alone)
+    rows: list[StagesRow] = []
+    planned: dict[StagesRow, PlannedStages] = {}
+    missing: dict[str, list[str]] = {}
+    bounds: dict[Way, float] = {}
+    for way in ways:
+        try:
+            bounds[way] = 0.0 if alone else _bound_s(job, machine, way, settings) * (not every)
+        except ModelError as error:
+            missing.setdefault(f"by any policy: {error}", []).append(str(way.parallelism))
+            refusal = error
+    if ways and not bounds:
+        raise refusal
+    waiting = deque(sorted(bounds, key=bounds.__getitem__))
+    while True:
+        first = min(rows, key=_place, default=None)
+        fastest_s = inf if first is None or first.iteration_s is None else first.iteration_s
+        if waiting and bounds[waiting[0]] <= fastest_s:
+            way = waiting.popleft()
+            for policy, own in with_shards(asked.policies, way, machine, alone=alone):
+                tell(f"{own.parallelism} {policy}", len(rows), len(ways) * len(policies))
+                try:
+                    row, stages = asked.answer(own, policy, whole=alone)
+                except CannotPlan as error:
+                    why = str(error).removeprefix(f"{policy}: ")
+                    missing.setdefault(f"by {policy}: {why}", []).append(str(own.parallelism))
+                    continue
+                rows.append(row)
+                planned |= {row: stages} if stages else {}
+        elif first is not None and first.few:
+            tell(f"{first.parallel} {first.policy}, all micro-batches", len(rows), len(ways) * len(policies))
+            spread = Parallelism.parse(first.parallel)
+            way = Way(parallelism=spread, batch=first.batch, micro_batches=first.micro_batches)
+            row, stages = asked.answer(way, first.policy, whole=True)
+            rows[rows.index(first)] = row
+            planned |= {row: stages} if stages else {}
+        else:
+            break
+    slower = [f"{way.parallelism} {way.batch} x {way.micro_batches} ({format_s(bounds[way])})" for way in waiting]
+    rows.sort(key=_place)
+    best = planned.get(rows[0]) if rows else None
+    if best is not None and not alone:
+        best = planned_again(best, named[rows[0].policy], settings)
+        rows[0] = _row(rows[0], best)
+    notes = machine_notes(machine, zip(best.plans.plans, best.timelines) if best else ())
+    if any(row.few for row in rows):
+        notes.append(
+            "rows with ≈ are planned with fewer micro-batches: their seconds follow a line, their peaks are those of "
+            "these plans; the fastest row has all"
+        )
+    return StagesComparison(
+        job=job,
+        machine=machine,
+        rows=tuple(rows),
+        left_out=(*left_out, *(f"{'; '.join(dict.fromkeys(of))} {why}" for why, of in missing.items())),
+        slower=tuple(slower),
+        notes=tuple(notes),
+        best=best,
+    )
+
+
+def _place(row: StagesRow) -> tuple[bool, float]:
+    return not row.fits, row.iteration_s or 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """policies: by their names.
+    alone: one way is asked about.
+    """
+
+    job: Job
+    machine: Machine
+    settings: Settings
+    policies: Mapping[str, str | Policy]
+    alone: bool
+
+    def answer(self, way: Way, policy: str, *, whole: bool) -> tuple[StagesRow, PlannedStages | None]:
+        """Returns the row and its plans; None for a way that does not fit or, unless `whole`, has so many
+        micro-batches that [Note: few micro-batches] answers. Raises CannotPlan."""
+        said = StagesRow(
+            parallel=str(way.parallelism),
+            policy=policy,
+            batch=way.batch,
+            micro_batches=way.micro_batches,
+            fits=False,
+        )
+        stages, schedule = way.parallelism.pipeline, way.parallelism.schedule
+        counts = (2 * stages, 3 * stages) if schedule == INTERLEAVED else (stages + 1, max(2 * stages, 3))
+        try:
+            if (
+                whole
+                or self._searches(policy)
+                or schedule not in (SCHEDULES[0], INTERLEAVED)
+                or way.micro_batches <= 2 * counts[-1]
+            ):
+                planned = self._plan(way, policy, again=self.alone)
+                return _row(said, planned), planned
+            few, more = (_row(said, self._plan(replace(way, micro_batches=count), policy)) for count in counts)
+            return _on_line(few, more, counts, way.micro_batches), None
+        except DoesNotFit as error:
+            short = replace(said, reason=str(error), short_of=error.place)
+            return replace(short, needed_bytes=error.needed_bytes, available_bytes=error.available_bytes), None
+
+    def _plan(self, way: Way, policy: str, *, again: bool = False) -> PlannedStages:
+        own = replace(self.job, batch=way.batch, micro_batches=way.micro_batches)
+        return plan_stages(own, self.machine, self.policies[policy], way.parallelism, self.settings, again=again)
+
+    def _searches(self, policy: str) -> bool:
+        named = self.policies[policy]
+        return capabilities_of(find_policy(named) if isinstance(named, str) else named).tries_others
+
+
+def _on_line(few: StagesRow, more: StagesRow, counts: Sequence[int], micro_batches: int) -> StagesRow:
+    def line(value: Callable[[StagesRow], float]) -> float:
+        a, b = value(few), value(more)
+        return b + (micro_batches - counts[1]) * (b - a) / (counts[1] - counts[0])
+
+    bound_s = line(lambda row: row.lower_bound_s or 0.0)
+    seconds = max(bound_s, line(lambda row: row.iteration_s or 0.0))
+    tokens = (more.tokens_per_s or 0.0) * (more.iteration_s or 0.0) * micro_batches / counts[1]
+    faster = tokens / seconds / (more.tokens_per_s or 1.0)
+    return replace(
+        more,
+        few=counts[1],
+        iteration_s=seconds,
+        tokens_per_s=tokens / seconds,
+        tflops_per_gpu=(more.tflops_per_gpu or 0.0) * faster,
+        mfu=None if more.mfu is None else more.mfu * faster,
+        lower_bound_s=bound_s,
+        gap=seconds / bound_s - 1,
+        bubble=line(lambda row: (row.bubble or 0.0) * (row.iteration_s or 0.0)) / seconds,
+        sums=line(lambda row: (row.sums or 0.0) * (row.iteration_s or 0.0)) / seconds,
+    )
+
+
+def _bound_s(job: Job, machine: Machine, way: Way, settings: Settings) -> float:
+    own = replace(job, batch=way.batch, micro_batches=way.micro_batches)
+    before_s = longest_s = 0.0
+    stages, parts = way.parallelism.pipeline, list(micro_batch_of_parts(own, machine, way.parallelism))
+    for number in range(stages):
+        on, seconds = machine_of_stage(machine, way.parallelism, number), []
+        for one, _ in parts[number::stages]:
+            *moments_s, step_s = CostModel(one, on, build_layout(one)).moments_s
+            seconds.append(sum(moments_s))
+        meet = settings.barrier(parts[0][0].compute_dtype) is not None
+        longest_s = max(longest_s, before_s * meet + way.micro_batches * sum(seconds) + step_s)
+        before_s += seconds[0]  # of the stage's first part: it begins, and ends, an iteration
+    return longest_s
+
+
+def _row(said: StagesRow, planned: PlannedStages) -> StagesRow:
+    plans = planned.plans.plans
+    machines = (plan.machine for plan in plans)
+    tflops, mfu = tflops_and_mfu([plan.workload for plan in plans], planned.iteration_s, *machines)
+    return replace(
+        said,
+        fits=True,
+        iteration_s=planned.iteration_s,
+        tokens_per_s=planned.tokens_per_s,
+        lower_bound_s=planned.lower_bound_s,
+        gap=planned.iteration_s / planned.lower_bound_s - 1,
+        bubble=planned.bubble,
+        sums=planned.sums,
+        bound_by=planned.bound_by,
+        peak_gpu_bytes=tuple(t.peak_bytes["gpu"] for t in planned.timelines),
+        peak_host_bytes=tuple(t.peak_bytes["host"] for t in planned.timelines),
+        tflops_per_gpu=tflops,
+        mfu=mfu,
+    )
