@@ -46,16 +46,23 @@ def pack_slabs(sizes: Iterable[tuple[tuple[int, str], int]], *, largest_bytes: i
     """
     sizes = list(sizes)
     rooms = [(key, size) for key, size in sizes if size and _is_room(key)]
-    packed = _packed([(key, size) for key, size in sizes if not _is_room(key)], largest_bytes)
+    packed = _least([(key, size) for key, size in sizes if not _is_room(key)], largest_bytes)
     where = {key: (number, 0) for number, (key, _) in enumerate(rooms, start=len(packed.slab_bytes))}
     return HostRoom(packed.where | where, (*packed.slab_bytes, *(_power_of_two(size) for _, size in rooms)))
 
 
-def _packed(sizes: Iterable[tuple[tuple[int, str], int]], largest_bytes: int) -> HostRoom:
+def _least(sizes: Iterable[tuple[tuple[int, str], int]], largest_bytes: int) -> HostRoom:
+    """A payload above half of a slab wastes the rest: larger slabs are tried too, e.g. 2 GiB hold 3 of 600 MiB."""
     rows = sorted(((-(-size // ALIGN_BYTES) * ALIGN_BYTES, key) for key, size in sizes if size), reverse=True)
     if not rows:
         return HostRoom({}, ())
-    slab = max(_power_of_two(rows[0][0]), min(largest_bytes, _power_of_two(sum(size for size, _ in rows))))
+    in_all = sum(size for size, _ in rows)
+    slab = max(_power_of_two(rows[0][0]), min(largest_bytes, _power_of_two(in_all)))
+    larger = (slab << more for more in range(1, 3) if slab << more <= min(4 * largest_bytes, _power_of_two(in_all)))
+    return min((_packed(rows, size) for size in (slab, *larger)), key=lambda room: room.total_bytes)
+
+
+def _packed(rows: list[tuple[int, tuple[int, str]]], slab: int) -> HostRoom:
     used: list[int] = []
     where: dict[tuple[int, str], tuple[int, int]] = {}
     held: list[_Held] = []  # per slab, ascending

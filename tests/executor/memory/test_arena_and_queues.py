@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -60,6 +61,12 @@ class TestSlabs:
         """40 payloads of 3 MiB: 120 MiB, where rounding each up to a power of two would take 160."""
         room = pack_slabs({(c, "param"): 3 << 20 for c in range(40)}.items())
         assert room.total_bytes < 130 << 20
+
+    def test_payloads_above_half_of_a_slab_share_larger_ones(self) -> None:
+        """1 GiB holds one of 600 MiB, 2 GiB hold three, 4 GiB six: 30 take 20 GiB rather than 30."""
+        room = pack_slabs({(c, "param"): 600 << 20 for c in range(30)}.items())
+        assert room.slab_bytes == (2 << 30,) * 10
+        assert Counter(slab for slab, _ in room.where.values()) == dict.fromkeys(range(10), 3)
 
     def test_largest_slab(self) -> None:
         room = pack_slabs({(c, "param"): 100 * KIB for c in range(64)}.items(), largest_bytes=1 << 20)
