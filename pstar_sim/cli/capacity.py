@@ -154,7 +154,7 @@ def max_model(
 ) -> int:
     """Find the largest model a machine can train, by policy: of the catalog, and of a family by its depth."""
     from pstar_sim.cli.captured import has_preset
-    from pstar_sim.cli.inputs import axes_of, machine_of, settings_of
+    from pstar_sim.cli.inputs import axes_of, machine_of, needed_sequence, settings_of
     from pstar_sim.planner.limits import max_model as ask
 
     if not has_preset(like):
@@ -167,7 +167,7 @@ def max_model(
         answer = ask(
             machine,
             batch=batch,
-            seq=job.seq,
+            seq=needed_sequence(like, job.seq),
             like=like,
             hidden=hidden,
             heads=heads,
@@ -210,7 +210,7 @@ def max_batch(
 ) -> int:
     """Find the largest batch with which a machine can train a model, by policy."""
     from pstar_sim.cli.captured import kind_of
-    from pstar_sim.cli.inputs import axes_of, machine_of, settings_of
+    from pstar_sim.cli.inputs import axes_of, machine_of, needed_sequence, settings_of
     from pstar_sim.planner.jobs import Job
     from pstar_sim.planner.limits import max_batch as ask
     from pstar_sim.workload.presets import default_dtype, preset
@@ -218,12 +218,13 @@ def max_batch(
 
     machine = machine_of(on)
     axes, kind = axes_of(job), kind_of(model, job)
+    seq = needed_sequence(model, job.seq)
 
     def write(batch: int) -> Workload | tuple[Workload, ...]:
         if kind is not Job:
-            return kind(model=model, batch=batch, seq=job.seq, micro_batches=micro_batches, **axes).of(machine)
+            return kind(model=model, batch=batch, seq=seq, micro_batches=micro_batches, **axes).of(machine)
         dtype = job.dtype or default_dtype(machine, job.autocast)
-        return preset(model, batch=batch, seq=job.seq, micro_batches=micro_batches, **(axes | {"dtype": dtype}))
+        return preset(model, batch=batch, seq=seq, micro_batches=micro_batches, **(axes | {"dtype": dtype}))
 
     with bar("starting", quiet=asked.json) as on_policy:
         answer = ask(
@@ -288,7 +289,7 @@ def cheapest(
     """Find the cheapest machine that trains a model on a number of tokens by a deadline."""
     from pstar_sim.catalog.loader import load_machine
     from pstar_sim.cli.captured import kind_of
-    from pstar_sim.cli.inputs import axes_of, settings_of
+    from pstar_sim.cli.inputs import axes_of, needed_sequence, settings_of
     from pstar_sim.planner.cheapest import MOST_NODES
     from pstar_sim.planner.cheapest import cheapest as ask
     from pstar_sim.report.capacity_tables import cheapest_said, cheapest_text
@@ -305,7 +306,7 @@ def cheapest(
             model,
             tokens=tokens,
             batch=batch,
-            seq=job.seq,
+            seq=needed_sequence(model, job.seq),
             deadline_s=deadline,
             machines=machines or None,
             policies=policy,

@@ -102,7 +102,9 @@ class OptionalWorkloadFlags(Axes):
     batch: Batch = None
     seq: Annotated[
         int | None,
-        typer.Option(parser=tokens, metavar="S", help="tokens per sequence (with --trace: picks a variant)"),
+        typer.Option(
+            parser=tokens, metavar="S", help="tokens per sequence; an image has its own (with --trace: picks a variant)"
+        ),
     ] = None
     micro_batches: Annotated[
         int | None,
@@ -139,7 +141,10 @@ class JobFlags(Axes):
 
     SECTION = "workload"
 
-    seq: Annotated[int, typer.Option(parser=tokens, metavar="S", help="tokens per sequence")]
+    seq: Annotated[
+        int | None,
+        typer.Option(parser=tokens, metavar="S", help="tokens per sequence; an image has its own"),
+    ] = None
 
 
 MACHINE = typer.Option(

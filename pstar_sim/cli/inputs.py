@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from pstar_sim.arguments import parse_bytes
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.cli.captured import kind_of
+from pstar_sim.catalog.model_shapes import model_entry
+from pstar_sim.cli.captured import has_preset, kind_of
 from pstar_sim.core.plan import Settings
 from pstar_sim.dtypes import MASTER
 from pstar_sim.errors import ModelError, PstarError
@@ -103,7 +104,7 @@ def job_of(flags: OptionalWorkloadFlags, *, parallel: str | None = None) -> Job:
         model=flags.model,
         trace=flags.trace,
         batch=flags.batch,
-        seq=flags.seq,
+        seq=flags.seq if flags.model is None else sequence_of(flags.model, flags.seq),
         micro_batches=flags.micro_batches,
         **axes_of(flags),
     )
@@ -112,9 +113,24 @@ def job_of(flags: OptionalWorkloadFlags, *, parallel: str | None = None) -> Job:
 def _check_sizes(flags: OptionalWorkloadFlags) -> None:
     if flags.model is None:
         raise PstarError("give --trace FILE, or --model NAME with --batch and --seq")
-    missing = [flag for flag, value in (("--batch", flags.batch), ("--seq", flags.seq)) if value is None]
+    seq = sequence_of(flags.model, flags.seq)
+    missing = [flag for flag, value in (("--batch", flags.batch), ("--seq", seq)) if value is None]
     if missing:
         raise PstarError(f"--model needs {' and '.join(missing)}")
+
+
+def sequence_of(model: str, seq: int | None) -> int | None:
+    """--seq; without it that of an image, None for text."""
+    entry = model_entry(model) if seq is None and has_preset(model) else None
+    return seq if entry is None or entry.family != "vit" else entry.max_seq
+
+
+def needed_sequence(model: str, seq: int | None) -> int:
+    """Raises PstarError for text without --seq."""
+    sequence = sequence_of(model, seq)
+    if sequence is None:
+        raise PstarError(f"--seq is needed for {model}: tokens per sequence, such as --seq 2048")
+    return sequence
 
 
 def cut_of(job: OptionalWorkloadFlags, machine: Machine) -> Callable[[int], Workload] | None:

@@ -134,3 +134,14 @@ def test_a_reader_who_leaves_is_no_mistake() -> None:
         command = f'"{sys.executable}" -m pstar_sim {words} | true; exit "${{PIPESTATUS[0]}}"'
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
         assert (done.returncode, done.stderr) == (0, ""), words
+
+
+def test_an_image_has_its_own_sequence(capsys: pytest.CaptureFixture[str]) -> None:
+    """197 tokens: 14 x 14 patches and one more."""
+    on = ["--machine", "rtx4090", "--policy", "all_on_gpu"]
+    for asked in (["fits", "--model", "vit-b-16", "--batch", "4"], ["max-batch", "--model", "vit-b-16"]):
+        assert main([*asked, *on]) == 0
+        assert "sequence 197" in capsys.readouterr().out
+    for asked in (["max-batch", "--model", "gpt2"], ["max-model", "--batch", "4"]):
+        assert main([*asked, *on]) == 2
+        assert "--seq is needed for " in capsys.readouterr().err
