@@ -42,6 +42,7 @@ from pstar_sim.workload.adapter import (
     named_by,
     saved_part,
 )
+from pstar_sim.workload.optimizers import is_head
 from pstar_sim.workload.tape import Tape, input_gradient, weight_gradient
 from pstar_sim.workload.workload import Phase, Product, Tensor, Workload, product_flops
 
@@ -242,6 +243,12 @@ class AdaptedTape(Tape):
     def check(self) -> None:
         """Raises ModelError for a target that no matrix is, and for `save` that no module is."""
         check_save(self.adapter, (name for name in self._index if not name.endswith((_A, _B, _M))))
+        for head in (name.removesuffix(".weight") for name in self._index if is_head(name)):
+            if isinstance(self._usual.targets, tuple) and is_target(self._usual.targets, head, [head]):
+                raise ModelError(
+                    f"lora targets: presets have no adapter on {head}: save={head} trains it in full, where it is not "
+                    f"tied; a trace of the model has one (pstar trace hf:ORG/NAME --lora {self.adapter})"
+                )
         chosen_modules(self._usual, self._linear)
 
     # Parameters

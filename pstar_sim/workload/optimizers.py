@@ -241,7 +241,11 @@ def _is_no_embedding(name: str, shape: Shape) -> bool:
 
 def _is_matrix(name: str, shape: Shape) -> bool:
     """Muon's usual split: no embeddings, no head."""
-    return len(shape) == 2 and not _EMBEDDING.search(name) and not _HEAD.search(name)
+    return len(shape) == 2 and not _EMBEDDING.search(name) and not is_head(name)
+
+
+def is_head(parameter: str) -> bool:
+    return _HEAD.search(parameter) is not None
 
 
 def _has_columns(name: str, shape: Shape) -> bool:

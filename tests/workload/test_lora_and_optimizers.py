@@ -225,6 +225,13 @@ def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
         assert wanted in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("model", ["llama-3-8b", "gpt2"])
+def test_a_preset_says_that_a_head_has_no_adapter(model: str) -> None:
+    with pytest.raises(ModelError, match=r"no adapter on lm_head: .* --lora r=4,targets=lm_head\)"):
+        ps.preset(model, batch=1, seq=64, lora="r=4,targets=lm_head")
+    assert ps.preset(model, batch=1, seq=64, lora="r=4,targets=all-linear").params > 0
+
+
 def test_a_trace_that_does_not_fit_is_told_of_adapters_and_a_base() -> None:
     w, m = load_trace("traces/gpt2.parquet", batch=4, checkpointing=True), ps.machine("v100-16", gpu_memory="3.95GB")
     row = fits(w, m, policies=["all_on_gpu"], times=False).rows[0]
