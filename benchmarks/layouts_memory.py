@@ -83,7 +83,7 @@ class Row:
             job = Job(
                 model=self.shape.name, batch=c.batch_per_gpu * data, seq=c.detail["sequence"],
                 micro_batches=micro_batches, dtype=c.dtype, checkpointing=c.checkpointing, recompute=c.recompute,
-                kernels=c.kernels, **self.changes,
+                kernels=c.kernels, dropout=c.dropout, **self.changes,
             )  # fmt: skip
             return plan_stages(job, machine, policy, spread, shape=self.shape)
 
@@ -199,6 +199,7 @@ def _published(line: Mapping[str, str]) -> Row:
         flags += f"--recompute-granularity {recompute} " if recompute in ("full", "selective") else ""
         flags += f"--num-virtual-stages-per-pipeline-rank {degrees['vp']} " if degrees["vp"] > 1 else ""
         sequence_parallel = source in ("SimuMax", "Megatron-Bridge") or "sequence" in line["recompute"]
+        flags += "" if gpt else "--hidden-dropout 0 --attention-dropout 0 "  # as Llama and gpt-oss are trained
         flags += "--sequence-parallel" if sequence_parallel and degrees["tp"] > 1 else ""
         configuration = megatron.read(flags, name)
     value, metric = float(line["value"]), line["metric"]

@@ -54,6 +54,7 @@ class Configuration:
     optimizer: str | None = None
     masters: str | None = None
     kernels: str | None = None
+    dropout: str | None = None
     attention: str | None = None
     loss: str | None = None
     lora: str | None = None

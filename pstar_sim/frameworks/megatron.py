@@ -25,6 +25,7 @@ from pstar_sim.frameworks.host_memory import (
 )
 from pstar_sim.frameworks.keys import Count, KeyReading, read_keys, unmodelled, used
 from pstar_sim.schema.fields import between, least
+from pstar_sim.workload.kernels import Dropout, dropout
 from pstar_sim.workload.parallelism import Parallelism
 from pstar_sim.workload.pipeline import INTERLEAVED, SCHEDULES
 from pstar_sim.workload.workload import ATTENTION_ALONE, Workload
@@ -55,6 +56,8 @@ KEYS = (
     used("--num-virtual-stages-per-pipeline-rank", "virtual", Count),
     used(_EACH, "each_layers", Count),
     used("--num-layers", "layers", Count),
+    used("--hidden-dropout", "hidden_dropout", Annotated[float, between(0, 0.999)], 0.1),
+    used("--attention-dropout", "attention_dropout", Annotated[float, between(0, 0.999)], 0.1),
     unmodelled("--recompute-method", "every block is taken to be recomputed", off="uniform"),
     unmodelled("--recompute-num-layers", "every block is taken to be recomputed", off=1),
     unmodelled("--expert-tensor-parallel-size", "experts are taken to be split as the layers are", off=None),
@@ -108,6 +111,7 @@ def read(content: object, file: str) -> Configuration:
         recompute=ATTENTION_ALONE if selective else None,
         optimizer=_OPTIMIZERS[found["optimizer"]],
         kernels="megatron",
+        dropout=str(Dropout(found["hidden_dropout"], found["attention_dropout"])),
         parallelism=None if str(spread) == str(Parallelism()) else spread,
         details=(("sequence", found["sequence"]), (_SHARE, share)),
         notes=tuple(notes),
@@ -228,6 +232,7 @@ def write(configuration: Configuration) -> str:
         *(f"{flag} {size}" for flag, size in sizes.items() if size is not None),
         *([f"--{c.dtype}"] if c.dtype != MASTER else []),
         f"--clip-grad {1.0 if c.clip else 0.0}",
+        *(f"--{what}-dropout {rate:g}" for what, rate in dropout(c.dropout)._asdict().items()),
         "--optimizer adam",
         "--use-distributed-optimizer",
         "--overlap-grad-reduce",
@@ -290,6 +295,7 @@ def express(plan: Plan) -> Expressed:
         recompute=w.recompute if w.recompute == ATTENTION_ALONE else None,
         optimizer="adamw",
         kernels="megatron",
+        dropout=str(dropout(w.dropout)),
         details=(("sequence", w.sequence), (_SHARE, share)),
         notes=tuple(text for text, applies in notes.items() if applies),
     )

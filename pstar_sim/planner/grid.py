@@ -53,6 +53,7 @@ from pstar_sim.schema.reading import Fault, convert, nearest
 from pstar_sim.version import __version__
 from pstar_sim.workload.adapter import adapter
 from pstar_sim.workload.axes import Axis, all_axes
+from pstar_sim.workload.kernels import dropout
 from pstar_sim.workload.optimizers import optimizer_spec
 from pstar_sim.workload.parallelism import Parallelism
 
@@ -256,14 +257,14 @@ def _values(file: str, name: str, given: object) -> tuple[Value, ...]:
 
 
 def _as_flags_mean(file: str, name: str, value: Any) -> Any:
-    """Raises PstarError for what is no adapter."""
-    axis = _WORK_AXES.get(name)
-    if axis is None or name != "lora":
+    """Raises PstarError for what is no adapter or dropout."""
+    axis, read = _WORK_AXES.get(name), {"lora": adapter, "dropout": dropout}.get(name)
+    if axis is None or read is None:
         return value if axis is None else axis.words.get(str(value).lower(), value)
-    if value in (0, "0", NO_ADAPTER):
+    if name == "lora" and value in (0, "0", NO_ADAPTER):
         return NO_ADAPTER
     try:
-        return str(adapter(value))
+        return str(read(value))
     except PstarError as error:
         raise PstarError(f"{file}: {error}") from None
 

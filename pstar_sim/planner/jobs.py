@@ -14,6 +14,7 @@ from pstar_sim.planner.batch_shares import of_shares, shares_of_batch
 from pstar_sim.workload.adapted import adapted
 from pstar_sim.workload.adapter import Adapter, adapter
 from pstar_sim.workload.axes import Axes, all_axes
+from pstar_sim.workload.kernels import dropout
 from pstar_sim.workload.optimizers import OptimizerSpec, optimizer_spec
 from pstar_sim.workload.presets import check_blocks, default_dtype, kernels_of, workload_of
 from pstar_sim.workload.trace import load_trace
@@ -53,6 +54,8 @@ class Job(Axes):
             optimizer_spec(self.optimizer)
         if self.recompute is not None:
             text("recompute", self.recompute, "attention or every-N, such as every-2")
+        if self.dropout is not None:
+            object.__setattr__(self, "dropout", str(dropout(self.dropout)))
         if self.lora is not None:
             object.__setattr__(self, "lora", adapter(self.lora))
 

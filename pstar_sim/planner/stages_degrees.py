@@ -136,7 +136,6 @@ def _why_not(entry: ModelEntry, job: Job, machine: Machine, one: Parallelism, *,
 
 
 def _in_all_orders(entry: ModelEntry, job: Job, machine: Machine, one: Parallelism, *, every: bool) -> Iterator[Way]:
-    """These degrees with all numbers of micro-batches, schedules, cuts, sequence parallelism and degrees of experts."""
     assert job.batch is not None and one.data is not None
     stages, asked = one.pipeline, job.micro_batches or 1
     splits = one.tensor > 1 and (job.seq or 0) % (one.tensor * one.context) == 0 and job.autocast is None
@@ -171,7 +170,7 @@ def _bytes_of_sequence(entry: ModelEntry, job: Job, tensor: int, stages: int) ->
 
 
 def _orders(layers: int, stages: int, micro_batches: int, usual: int, *, every: bool) -> list[tuple[str, int]]:
-    """Schedules, each with the parts of a stage; parts make bubbles smaller, which most micro-batches make too."""
+    """Schedules, each with the parts of a stage."""
     if stages == 1:
         return [(SCHEDULES[0], 1)]
     plain = [(schedule, 1) for schedule in SCHEDULES if schedule != INTERLEAVED]

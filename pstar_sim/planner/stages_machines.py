@@ -87,9 +87,8 @@ def _groups_of(machine: Machine, parallelism: Parallelism) -> tuple[Group, ...]:
 
 
 def _joining(machine: Machine, name: str, gpus: int, tensor: int) -> Fabric:
-    """What joins every `tensor`-th of `gpus`; over nodes as in [Note: collectives] (cost.py), so that latencies of all
-    hops are equal. What an all-to-all has for ranks of its own node stays inside, beside what leaves it by a share of
-    the network."""
+    """What joins every `tensor`-th of `gpus`; over nodes as in [Note: collectives] (cost.py). What an all-to-all
+    has for ranks of its own node stays inside."""
     inside, away = _inside(machine), gpus // machine.local_ranks
     if away <= 1:
         return inside

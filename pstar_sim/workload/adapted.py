@@ -214,7 +214,6 @@ class _Change:
         )
 
     def _without_gradients(self, at: int, m: Moment) -> None:
-        """Leaves out the gradients of what is frozen now, and the products that make them."""
         figures = self.figures[at]
         for i in self.w.gradients[at]:
             if i in self.saved:

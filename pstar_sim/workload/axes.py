@@ -152,6 +152,18 @@ class Axes:
             not_of_traces="a trace has the kernels that ran; trace the model with other kernels instead",
         ),
     ] = None
+    dropout: Annotated[
+        str | float | None,
+        Axis(
+            help="masks of a gpt, or of a llama with megatron kernels: of hidden states and of scores, or hidden=RATE "
+            "or attention=RATE alone (default: none)",
+            metavar="RATE",
+            values="a rate, such as 0.1, or hidden=0.1 or attention=0.1 for those alone",
+            suggested=("0.1", "hidden=0.1", "attention=0.1"),
+            noted=True,
+            not_of_traces="a trace has the masks that ran; trace the model with another dropout instead",
+        ),
+    ] = None
     lora: Annotated[
         Adapter | str | int | None,
         Axis(
@@ -252,6 +264,7 @@ class AxesGiven(TypedDict, total=False):
     recompute: str | None
     attention: str | None
     kernels: str | None
+    dropout: str | float | None
     lora: Adapter | str | int | None
     base: str | None
     optimizer: str | None

@@ -55,12 +55,13 @@ _CHOSEN = ("activations", "stashes")  # only in files in which some variant has 
 _SELDOM: Mapping[str, Callable[[Workload], bool]] = {
     "order": lambda w: not w.order.of_loop,
     "loss": lambda w: w.loss != LOSSES[0],
+    "dropout": lambda w: w.dropout is not None,
     "autocast": lambda w: w.autocast is not None,
     "recompute": lambda w: w.recompute is not None,
     "products": lambda w: w.products is not None,
 }
 """Columns only of files in which some variant needs them: another order than a loop of the user's own, another loss
-than that of all logits, autocast, less recomputation than of all blocks, products in fp8."""
+than that of all logits, dropout, autocast, less recomputation than of all blocks, products in fp8."""
 
 
 def save_trace(workloads: Workload | Sequence[Workload], path: str | os.PathLike[str]) -> None:

@@ -289,6 +289,7 @@ class Workload:
         file without flavour.
     order: the order in which it runs its micro-batches.
     loss: of a language model's preset, one of LOSSES (kernels.py).
+    dropout: of a preset, as `Dropout` (kernels.py) writes it.
     recompute: of a preset that recomputes less than all blocks: ATTENTION_ALONE (without checkpointing), or every-N.
     autocast: dtype to which autocast casts the inputs of products, one of AUTOCAST (dtypes.py); None without autocast.
     products: dtype to which linear modules of the layers cast for their products, of PRODUCTS (dtypes.py), or None.
@@ -320,6 +321,7 @@ class Workload:
     kernels: str = ""
     order: Order = Order.DEPTH_FIRST
     loss: str = LOSSES[0]
+    dropout: str | None = None
     autocast: str | None = None
     recompute: str | None = None
     products: str | None = None

@@ -84,7 +84,14 @@ def test_flags_of_megatron_are_read_from_a_script() -> None:
     assert str(found.parallelism) == "tp=4,sp,pp=2" and found.policy == "all_on_gpu" and found.kernels == "megatron"
     assert (found.batch_per_gpu, found.train_batch, found.detail["sequence"], found.dtype) == (1, 32, 4096, "bf16")
     assert (found.checkpointing, found.recompute, found.clip, found.optimizer) == (False, "attention", True, "adamw")
-    assert found.notes == ("not read: --lr, --nproc_per_node",)
+    assert found.notes == ("not read: --lr, --nproc_per_node",) and found.dropout == "0.1"  # Megatron's own
+    for flags, rates in (
+        ("--hidden-dropout 0 --attention-dropout 0", "0"),
+        ("--hidden-dropout 0.2", "hidden=0.2,attention=0.1"),
+        ("--attention-dropout 0", "hidden=0.1"),
+    ):
+        given = megatron.read(flags, "x.sh")
+        assert given.dropout == rates == megatron.read(megatron.write(given), "x.sh").dropout
     assert str(megatron.read("--tensor-model-parallel-size ${TP:-8}", "x.sh").parallelism) == "tp=8"
     assert megatron.read("--sequence-parallel", "x.sh").parallelism is None  # without ranks that split layers
     assert megatron.read("--use-distributed-optimizer", "x.sh").policy == "all_on_gpu:shard=states"

@@ -88,6 +88,7 @@ def test_adapters_and_bases_are_axes_in_the_words_of_flags(tmp_path: Path) -> No
     given = {"lora": ["none", 4, "rank=4,targets=c_fc"], "base": ["bf16", "QLoRA"], "policy": "all_on_gpu"}
     grid = load_grid(changed(**given, batch=4, dtype="bf16", machine="virtual", set=None))
     assert grid.axes["lora"] == ("none", "r=4", "r=4,targets=c_fc") and grid.axes["base"] == ("bf16", "nf4")
+    assert load_grid(changed(dropout=[0.1, "hidden=.1"])).axes["dropout"] == ("0.1", "hidden=0.1")
     answer = sweep(grid, tmp_path / "r.parquet", jobs=1)
     adapters = [None if job.adapter is None else job.adapter.targets for job, *_ in map(job_of, grid.groups())]
     assert adapters == [None, None, None, None, ("c_fc",), ("c_fc",)]

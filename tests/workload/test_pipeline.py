@@ -210,26 +210,50 @@ class TestTensorParallel:
         parts = [what for m in split.moments for what, _, size in m.collectives if size == u]
         assert parts.count("reduce_scatter") == len(sums) and "all_reduce" not in parts
 
-    def test_what_a_layer_keeps_is_korthikantis(self) -> None:
-        """s b h (10 + 24 / t), and 34 / t with sequence parallelism, without the byte of each of two masks of dropout,
-        which presets do not have, and without scores, which flash attention does not keep: it has a log-sum for each
-        query and head, and each norm two figures of 16 bits for each token."""
-        entry, tokens = model_entry("gpt2-medium"), 2 * 64
+    @pytest.mark.parametrize("model", ["gpt2-medium", "gpt2-xl"])
+    def test_what_a_layer_keeps_is_korthikantis(self, model: str) -> None:
+        """Table 2 of Korthikanti et al., 2022, of scores of 16 bits and masks of a byte: with t ranks, and with
+        sequence parallelism; attention or all of it recomputed. Beside it each norm keeps two figures of 16 bits per
+        token. Flash attention keeps a log-sum per query and head in place of scores and their mask."""
+        entry, b, s = model_entry(model), 2, 64
+        a, h = entry.heads, entry.hidden
 
-        def kept(ranks: int, sequence: bool) -> int:
+        def kept(ranks: int, sequence: bool, **axes: Any) -> int:
             ends = []
             for layers in (1, 2):
                 part = Stage(layers=range(layers), tensor=ranks, sequence=sequence)
-                axes = {"kernels": "megatron", "checkpointing": False}
-                w, _ = stage_of(entry, part, batch=2, sequence=64, **axes)
+                axes = {"kernels": "megatron", "checkpointing": False, "attention": "math", "dropout": 0.1} | axes
+                w, _ = stage_of(entry, part, batch=b, sequence=s, **axes)
+                assert w.moments[0].start_bytes == w.moments[-1].end_bytes
                 ends.append(next(m.start_bytes for m in w.moments if m.name == "begin:transformer.ln_f"))
             return ends[1] - ends[0]
 
-        for t in (1, 2, 4, 8):
-            sums = tokens * 4 * entry.heads // t
-            assert kept(t, False) == tokens * entry.hidden * (8 + 24 / t) + sums + 2 * 2 * 2 * tokens
+        all_of_it, scores = {"checkpointing": True}, {"recompute": "attention"}
+        for t in (n for n in (1, 2, 4, 5, 8) if a % n == s % n == 0):
+            norms = 2 * 2 * 2 * b * s
+            assert kept(t, False) == s * b * h * (10 + 24 / t + 5 * a * s / (h * t)) + norms
+            assert kept(t, False, **scores) == s * b * h * (10 + 24 / t) + norms
+            assert kept(t, False, **all_of_it) == s * b * h * 2
             if t > 1:
-                assert kept(t, True) == tokens * entry.hidden * 32 / t + sums + 2 * 2 * 2 * tokens / t
+                assert kept(t, True) == s * b * h / t * (34 + 5 * a * s / h) + norms / t
+                assert kept(t, True, **scores) == s * b * h * 34 / t + norms / t
+                assert kept(t, True, **all_of_it) == s * b * h * 2 / t
+            flash, sums = {"attention": "flash"}, 4 * s * b * a / t
+            assert kept(t, False, **flash) == s * b * h * (10 + 24 / t) + norms + sums
+            assert kept(t, False, **flash, dropout=None) == s * b * h * (8 + 24 / t) + norms + sums
+            assert kept(t, False, dropout="hidden=0.2") == s * b * h * (10 + 24 / t + 2 * a * s / (h * t)) + norms
+            assert kept(t, False, dropout="attention=0.2") == s * b * h * (8 + 24 / t + 5 * a * s / (h * t)) + norms
+
+    def test_a_first_stage_keeps_the_mask_of_its_embedding(self) -> None:
+        """Of each hidden state; with sequence parallelism of a rank's part of the tokens."""
+        for t, sequence in ((1, False), (2, False), (2, True)):
+            part = Stage(layers=range(1), tensor=t, sequence=sequence)
+            axes: dict[str, Any] = {"kernels": "megatron", "checkpointing": True}
+            starts = []
+            for rate in ("0", "0.1"):
+                w, _ = stage_of(model_entry("gpt2"), part, batch=2, sequence=64, dropout=rate, **axes)
+                starts.append(next(m.start_bytes for m in w.moments if m.name == "begin:transformer.h.0.ln_1"))
+            assert starts[1] - starts[0] == 2 * 64 * 768 // (t if sequence else 1)
 
     @pytest.mark.parametrize(
         ("stage", "axes", "message"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
+from msgspec import structs
 
 from pstar_sim.catalog.attention import ATTENTION
-from pstar_sim.catalog.model_shapes import ModelEntry, model_entry, model_names
+from pstar_sim.catalog.model_shapes import ExpertsShape, ModelEntry, model_entry, model_names
 from pstar_sim.errors import ModelError, TraceError, UnknownName
 from pstar_sim.workload.kernels import KERNELS
 from pstar_sim.workload.presets import preset, variant, workload_of
@@ -211,6 +213,53 @@ def test_kernels_of_a_llama_by_hand() -> None:
     assert kept["eager"] == 2 * (2 * u + u + u + row) + attention + 4 * f  # fp32 copy, normalized, output
     assert kept["fused"] == 2 * (u + u + row) + attention + 3 * f
     assert kept["compiled"] == 2 * (u + row) + attention + 2 * f
+
+
+MASKED = [("gpt", kernels) for kernels in KERNELS] + [("llama", "megatron"), ("experts", "megatron")]
+
+
+@pytest.mark.parametrize(("family", "kernels"), MASKED)
+@pytest.mark.parametrize(
+    "axes",
+    [{}, {"checkpointing": False}, {"early_stop": False}, {"recompute": "attention"}, {"dtype": "fp32"}, {"lora": 4}],
+)
+@pytest.mark.parametrize("attention", ["flash", "math"])
+def test_masks_by_hand(family: str, kernels: str, axes: dict[str, Any], attention: str) -> None:
+    """A byte per element of the embedding's output, and of those of attention and of the feed-forward layer in each of
+    three layers that keep theirs; of scores with what they drop, unless attention is recomputed. All come back."""
+    shape = entry("llama" if family == "experts" else family)
+    if family == "experts":
+        shape = structs.replace(shape, experts=ExpertsShape(count=4, per_token=2, ffn=32))
+    with_masks, without = (
+        workload_of(shape, batch=2, sequence=8, kernels=kernels, attention=attention, dropout=rate, **axes)
+        for rate in (0.1, 0)
+    )
+    assert (with_masks.dropout, without.dropout) == ("0.1", None)
+    at_loss = [next(m for m in w.moments if m.module == "lm_head").start_bytes for w in (with_masks, without)]
+    layers = 0 if axes.get("checkpointing", "recompute" not in axes) else 3
+    hidden, scores = TOKENS * 16, 2 * 4 * 8**2
+    width = 3 if kernels == "megatron" else 5
+    of_scores = scores * width if attention == "math" and "recompute" not in axes else 0
+    assert at_loss[0] - at_loss[1] == hidden * (1 + 2 * layers) + layers * of_scores
+    assert with_masks.moments[-1].end_bytes == with_masks.moments[0].start_bytes
+    assert with_masks.peak_non_model_bytes > without.peak_non_model_bytes
+    assert with_masks.uses == without.uses
+
+
+def test_masks_are_asked_for_in_words() -> None:
+    said = preset("gpt2", batch=1, seq=8, dropout="hidden=0.1,attention=0.2")
+    assert said.dropout == "hidden=0.1,attention=0.2" and "hidden=0.1,attention=0.2 dropout" in said.notes
+    assert variant(said, batch=2).dropout == said.dropout and variant(said, dropout=0).dropout is None
+    for wrong in ("often", 1, -0.1, True, "scores=0.1", "hidden=0.1,hidden=0.1", ""):
+        with pytest.raises(ModelError, match=r"it must be a rate from 0 to below 1, such as 0\.1, or hidden=0\.1 or "):
+            preset("gpt2", batch=1, seq=8, dropout=wrong)
+    for name, seq in (("bert-base", 8), ("vit-b-16", 197), ("gemma-3-1b", 8)):
+        with pytest.raises(
+            ModelError, match=rf"{name}: dropout is 0\.1; it is written for a gpt, and for a llama with"
+        ):
+            preset(name, batch=1, seq=seq, dropout=0.1)
+    with pytest.raises(ModelError, match="of a llama Megatron alone has masks; give kernels megatron without autocast"):
+        preset("llama-3.2-1b", batch=1, seq=8, dropout=0.1)
 
 
 def test_a_flavour_nobody_knows_is_refused() -> None:

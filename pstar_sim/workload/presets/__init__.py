@@ -29,7 +29,7 @@ from pstar_sim.python310 import Unpack
 from pstar_sim.workload.adapter import Adapter, adapter
 from pstar_sim.workload.axes import Axes, AxesGiven, all_axes
 from pstar_sim.workload.experts import experts_note
-from pstar_sim.workload.kernels import KERNELS, LOSSES
+from pstar_sim.workload.kernels import KERNELS, LOSSES, dropout
 from pstar_sim.workload.lora import AdaptedTape, adapter_note, adapter_of, base_of
 from pstar_sim.workload.optimizers import optimizer_spec
 from pstar_sim.workload.presets.bert import write_bert
@@ -101,7 +101,9 @@ def preset(
 
     recompute: less than all blocks: "attention" (its core alone), or "every-N" for the last of each N blocks.
 
-    There is no dropout and no padding. The GPT family stands for the PatrickStar table, whose parameter counts have no
+    dropout: a rate, or "hidden=0.1" or "attention=0.1", of a gpt, or of a llama with megatron kernels; none by default.
+
+    There is no padding. The GPT family stands for the PatrickStar table, whose parameter counts have no
     head of their own: the head is the token embedding (tied) and the loss is the language model's, though the published
     runs classified sequences. Non-model bytes are logical bytes of live storages.
 
@@ -250,6 +252,7 @@ def _written(
         _check_autocast(refuse, entry, axes)
     if axes.products is not None:
         _check_products(refuse, axes)
+    axes = replace(axes, dropout=_dropped(refuse, entry, axes))
     if stage is not None and stage.sequence:
         _check_sequence_split(refuse, stage.tensor, sequence, axes)
     if not axes.early_stop and entry.family not in ("gpt", "llama"):
@@ -375,6 +378,19 @@ def _check_products(refuse: Callable[[str, object, str], ModelError], axes: Axes
     for words, there in beside.items():
         if there:
             raise refuse("products", axes.products, f"they are for {WORKING}, not beside {words}; leave one out")
+
+
+def _dropped(refuse: Callable[[str, object, str], ModelError], entry: ModelEntry, axes: Axes) -> str | None:
+    if not any(rates := dropout(axes.dropout)):
+        return None
+    want = ""
+    if entry.family not in ("gpt", "llama") or entry.post_norms:
+        want = "it is written for a gpt, and for a llama without norms behind its layers"
+    elif entry.family == "llama" and (axes.kernels != "megatron" or axes.autocast is not None):
+        want = "of a llama Megatron alone has masks; give kernels megatron without autocast"
+    if want:
+        raise refuse("dropout", axes.dropout, f"{want}, or trace the model with its masks")
+    return str(rates)
 
 
 def _check_sequence_split(

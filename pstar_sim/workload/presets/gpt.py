@@ -12,6 +12,10 @@ from pstar_sim.workload.presets.shared import (
     declare,
     declare_head,
     declare_norm,
+    drop,
+    drop_backward,
+    drop_embedded,
+    drop_embedded_backward,
     embedding_backward,
     end,
     gradient_comes,
@@ -113,7 +117,8 @@ def write_gpt(t: Tape, s: Shape) -> None:
         t.cast(linear(f"{block}.attn.c_proj"))
         t.op(u, unsaved=4 * q - normed, products=[s.product(a, h)], read=q)
         t.reduce(u)
-        t.op(r, dead=copied and n, unsaved=v, read=v + r)
+        mask = drop(t, s)
+        t.op(r + mask, dead=copied and n, unsaved=v + mask, read=v + r)
         t.open("begin", f"{block}.ln_2", phase, [*norm(f"{block}.ln_2"), *linear(f"{block}.mlp.c_fc")])
         t.op(n + stats, unsaved=stats)
         t.op(copied, read=copied and n)
@@ -125,14 +130,15 @@ def write_gpt(t: Tape, s: Shape) -> None:
         t.op(copied_f, read=copied_f and wide)
         t.cast(linear(f"{block}.mlp.c_proj"))
         if phase is Phase.RECOMPUTE:
-            if not s.axes.early_stop:
+            if s.mask or not s.axes.early_stop:
                 last_product_again(t, s, u, f)
             gone = v + (copied and n) + (copied_f and wide)
             t.op(dead=gone)  # [Note: early stop]; the attention's output ends with its frame
         else:
             t.op(u, dead=again + (copied_f and wide), unsaved=f - again, products=[s.product(m.ffn, h)], read=f)
             t.reduce(u)
-            t.op(r, dead=2 * v + (copied and n), unsaved=v + r - normed, read=v + r)
+            mask = drop(t, s)
+            t.op(r + mask, dead=2 * v + (copied and n), unsaved=v + r - normed + mask, read=v + r)
         return kept
 
     def backward(i: int, kept: int) -> None:
@@ -140,8 +146,9 @@ def write_gpt(t: Tape, s: Shape) -> None:
         t.open("grad", f"{block}.mlp.c_proj", Phase.BWD, linear(f"{block}.mlp.c_proj"))
         names = linear(f"{block}.mlp.c_proj")
         t.op(low, read=low and r)
+        dropped = drop_backward(t, s, low)
         t.op(again)
-        gone = f + low + t.gather(u)
+        gone = f + dropped + t.gather(u)
         t.linear_backward(names, grad_in=f, grad_out=u, saved=f, product=s.product(m.ffn, h), dead=gone)
         t.sum_at_end(names[1:])
         t.op(copied_f and wide, dead=copied_f, read=copied_f)
@@ -157,7 +164,7 @@ def write_gpt(t: Tape, s: Shape) -> None:
         t.open("grad", f"{block}.attn.c_proj", Phase.BWD, linear(f"{block}.attn.c_proj"))
         names = linear(f"{block}.attn.c_proj")
         t.op(low, read=low and r)
-        gone = low + t.gather(u)
+        gone = drop_backward(t, s, low) + t.gather(u)
         t.linear_backward(names, grad_in=q, grad_out=u, saved=q, product=s.product(a, h), dead=gone)
         t.sum_at_end(names[1:])
         attend_backward(t, s, q, 2 * q, kept)
@@ -199,6 +206,7 @@ def write_gpt(t: Tape, s: Shape) -> None:
         t.reduce(table_out)
         t.op(positions)
         t.op(r, read=r + positions)
+        drop_embedded(t, s)
     kept = layers_forward(t, s, forward)
     if s.part.last:
         head_and_loss()
@@ -209,6 +217,7 @@ def write_gpt(t: Tape, s: Shape) -> None:
     if s.part.first:
         gradient_comes(t, s, wte)
         t.open("grad", "transformer.wte", Phase.BWD)
+        drop_embedded_backward(t, s)
         t.op(positions, read=r)
         t.gradient([wpe], allocated=False)
         t.sum_at_end([wpe])

@@ -14,6 +14,10 @@ from pstar_sim.workload.presets.shared import (
     Shape,
     begin,
     declare_head,
+    drop,
+    drop_backward,
+    drop_embedded,
+    drop_embedded_backward,
     embedding_backward,
     end,
     gradient_comes,
@@ -52,6 +56,7 @@ def write_llama(t: Tape, s: Shape) -> None:
         t.open("begin", "model.embed_tokens", Phase.FWD, [embedding])
         t.op(table_out)
         t.reduce(table_out)
+        drop_embedded(t, s)
     t.op(rotary, read=0)
     kept = layers_forward(t, s, layers.forward)
     if s.part.last:
@@ -79,6 +84,7 @@ def write_llama(t: Tape, s: Shape) -> None:
         t.open("grad", "model.embed_tokens", Phase.BWD)
     t.op(dead=rotary)
     if s.part.first:
+        drop_embedded_backward(t, s)
         gathered = t.gather(table_out)
         embedding_backward(t, [embedding], embedding if s.tied else None, r)
         t.op(dead=gathered)
@@ -102,8 +108,6 @@ class _LayerWriter:
         return self._experts if self._experts is not None and self.s.model.has_experts(i) else self._dense
 
     def _names(self, i: int) -> tuple[str, str, str, str]:
-        """Norms before and behind attention, and before and behind the feed-forward layer (unused without norms
-        behind)."""
         block = f"model.layers.{i}"
         before = "pre_feedforward_layernorm" if self.post else "post_attention_layernorm"
         names = ("input_layernorm", "post_attention_layernorm", before, "post_feedforward_layernorm")
@@ -128,7 +132,8 @@ class _LayerWriter:
         if self.post:
             t.open("begin", behind, phase, [f"{behind}.weight"])
             norms.forward(v, s.rows, inner=True)
-        t.op(r, dead=v, unsaved=self.attention.out_bytes, read=v + r)
+        mask = drop(t, s)
+        t.op(r + mask, dead=v, unsaved=self.attention.out_bytes + mask, read=v + r)
         t.open("begin", second, phase, [f"{second}.weight", *mlp.first(block)])
         norms.forward(r, s.rows)
         mlp.forward(block, phase)
@@ -146,7 +151,8 @@ class _LayerWriter:
         held = (
             0 if isinstance(mlp, Experts) else v + s.casts * v - self.normed
         )  # experts let go of the norm's output themselves
-        t.op(r, dead=gone, unsaved=held + (0 if norms.upcast else r), read=v + r)
+        mask = drop(t, s)
+        t.op(r + mask, dead=gone, unsaved=held + (0 if norms.upcast else r) + mask, read=v + r)
         return kept
 
     def _recompute_ends(self, mlp: GatedMlp | Experts, last: str) -> None:
@@ -157,8 +163,9 @@ class _LayerWriter:
             if self.post:
                 t.open("begin", last, Phase.RECOMPUTE, [f"{last}.weight"])
                 self.norms.forward(v, s.rows, inner=True)
-            t.op(dead=v)
-        elif not s.axes.early_stop:
+            mask = drop(t, s)
+            t.op((mask and v) + mask, dead=v + (mask and v), read=2 * (mask and v))
+        elif s.mask or not s.axes.early_stop:
             last_product_again(t, s, u, s.tokens * s.model.ffn * t.width)
         t.op(dead=v if self.norms.upcast else s.casts * self.r)
 
@@ -170,14 +177,15 @@ class _LayerWriter:
         if self.post:
             t.open("grad", last, Phase.BWD, [f"{last}.weight"])
             norms.backward(f"{last}.weight", v, s.rows, residual=False, shared=True)
-        self.mlp(i).backward(block, own=self.post)
+        self.mlp(i).backward(block, own=self.post or bool(drop_backward(t, s)))
         t.open("grad", second, Phase.BWD, [f"{second}.weight"])
         norms.backward(f"{second}.weight", r, s.rows)
         if self.post:
             t.open("grad", behind, Phase.BWD, [f"{behind}.weight"])
             norms.backward(f"{behind}.weight", v, s.rows, residual=False, shared=True)
         reads = [f"{first}.weight"]
-        self.attention.backward(block, kept, s.model.window_of(i), reads=reads, own=self.post)
+        own = self.post or bool(drop_backward(t, s))
+        self.attention.backward(block, kept, s.model.window_of(i), reads=reads, own=own)
         t.reduce(u)
         norms.backward(f"{first}.weight", r, s.rows)
         if s.recomputes(i) and norms.upcast:

@@ -185,7 +185,6 @@ class Experts:
         self.t.exchange(self.routed_h)
 
     def _summed(self) -> None:
-        """Tokens that all ranks route are summed when their rows are one."""
         if not self.t.sequence:
             self.t.reduce(self.v)
 

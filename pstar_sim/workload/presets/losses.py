@@ -110,8 +110,6 @@ def _hidden(product: Product, width: int) -> int:
 
 
 def _whole_loss(t: Tape, s: Shape, module: str, u: int) -> None:
-    """Logits in the working dtype and in fp32, and their log-softmax, which alone stays; a fused loss keeps the logits
-    and a log-sum per token, one in place the fp32 logits."""
     m = s.model
     logits = s.tokens * m.vocab * t.width
     logits32 = s.tokens * m.vocab * 4

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pstar_sim.catalog.attention import ATTENTION, USUAL, AttentionCall
 from pstar_sim.catalog.model_shapes import ModelEntry
 from pstar_sim.workload.axes import Axes
-from pstar_sim.workload.kernels import FLAVOURS, Flavour
+from pstar_sim.workload.kernels import FLAVOURS, Flavour, dropout
 from pstar_sim.workload.tape import Tape, input_gradient, weight_gradient
 from pstar_sim.workload.workload import ATTENTION_ALONE, Phase, Product
 
@@ -86,6 +86,11 @@ class Shape:
         return FLAVOURS[self.axes.kernels or "eager"]
 
     @property
+    def mask(self) -> int:
+        """Bytes, of one rank's hidden state ([Note: masks] in kernels.py)."""
+        return self.rows * self.model.hidden if dropout(self.axes.dropout).hidden else 0
+
+    @property
     def recomputes_attention(self) -> bool:
         return self.axes.recompute == ATTENTION_ALONE
 
@@ -133,10 +138,11 @@ def attend(t: Tape, s: Shape, q: int, kv: int, *, window: int = 0) -> int:
     m, qkv = s.model, q + kv
     u = s.tokens * s.attention_width * t.width
     if s.axes.attention == "math":
-        scores = s.batch * m.heads * s.sequence**2 * 4
-        copies = qkv * 4 // t.width
+        scores, dropped = _scores(t, s)
+        copies = 0 if s.flavour.low_scores else qkv * 4 // t.width
         t.op(copies + 2 * scores, dead=scores, read=qkv)
-        kept = copies + scores
+        t.op(dropped, read=dropped and scores)
+        kept = copies + scores + dropped
         t.op(u, unsaved=kept, products=s.attention_products, read=qkv)
     else:
         kept = s.tokens * m.heads * 4
@@ -147,6 +153,13 @@ def attend(t: Tape, s: Shape, q: int, kv: int, *, window: int = 0) -> int:
     return kept
 
 
+def _scores(t: Tape, s: Shape) -> tuple[int, int]:
+    """Bytes of all scores, and of dropped ones with their mask."""
+    count = s.batch * s.model.heads * s.sequence**2
+    width = t.width if s.flavour.low_scores else 4
+    return count * width, count * (width + 1) if dropout(s.axes.dropout).attention else 0
+
+
 def attend_backward(t: Tape, s: Shape, q: int, kv: int, kept: int, *, window: int = 0) -> None:
     """Gradients of q, k, v replace these, the output, its gradient and what was kept."""
     u = s.tokens * s.attention_width * t.width
@@ -155,7 +168,9 @@ def attend_backward(t: Tape, s: Shape, q: int, kv: int, kept: int, *, window: in
     if s.recomputes_attention:
         _attend_again(t, s, every, kept, window)
     if s.axes.attention == "math":
-        scores = s.batch * s.model.heads * s.sequence**2 * 4
+        scores, dropped = _scores(t, s)
+        gradient = scores if dropped else 0
+        t.op(gradient, dead=gradient, read=dropped)
         scored, summed = s.attention_products
         products = [f(x) for x in (summed, scored) for f in (input_gradient, weight_gradient)]
         t.op(2 * scores, dead=2 * scores, products=products)
@@ -167,10 +182,9 @@ def attend_backward(t: Tape, s: Shape, q: int, kv: int, kept: int, *, window: in
 
 
 def _attend_again(t: Tape, s: Shape, qkv: int, kept: int, window: int) -> None:
-    """What forward did not keep: math ends with the probabilities, as a recompute stops early; a fused kernel makes its
-    output again."""
+    """Math ends with the probabilities, as a recompute stops early."""
     if s.axes.attention == "math":
-        scores = s.batch * s.model.heads * s.sequence**2 * 4
+        scores, _ = _scores(t, s)
         t.op(kept + scores, dead=scores, products=s.attention_products[:1], read=qkv)
     else:
         u = s.tokens * s.attention_width * t.width
@@ -320,12 +334,41 @@ def layers_backward(
         backward(i, kept)
 
 
+def drop(t: Tape, s: Shape) -> int:
+    """Returns the bytes of a mask that the residual sum makes, as one kernel."""
+    if s.mask and not s.flavour.fused:
+        v = s.rows * s.model.hidden * t.width
+        t.op(v + s.mask, dead=v, unsaved=s.mask, read=v)
+        return 0
+    return s.mask
+
+
+def drop_backward(t: Tape, s: Shape, low: int = 0) -> int:
+    """Returns the gradient's own bytes."""
+    if not s.mask:
+        return low
+    v = s.rows * s.model.hidden * t.width
+    t.op(v, dead=low + s.mask, read=v + s.mask)
+    return v
+
+
+def drop_embedded(t: Tape, s: Shape) -> None:
+    r = s.rows * s.model.hidden * t.wide
+    t.op((s.mask and r) + s.mask, dead=s.mask and r, read=s.mask and r)
+
+
+def drop_embedded_backward(t: Tape, s: Shape) -> None:
+    r = s.rows * s.model.hidden * t.wide
+    t.op(s.mask and r, dead=s.mask and r + s.mask, read=s.mask and r + s.mask)
+
+
 def last_product_again(t: Tape, s: Shape, u: int, f: int) -> None:
-    """The last matmul and its residual sum, which a recompute runs though no operator needs them."""
+    """With mask and residual sum, though only a mask is needed."""
     t.op(u, products=[s.product(s.model.ffn, s.model.hidden)], read=f)
     t.reduce(u)
-    v = s.part_of(u)
-    t.op(v, dead=2 * v, read=2 * v)
+    v, mask = s.part_of(u), drop(t, s)
+    summed = v if mask or not s.axes.early_stop else 0
+    t.op(summed + mask, dead=v + summed, read=2 * summed)
 
 
 def separate_qkv_backward(t: Tape, s: Shape, module: str, order: tuple[str, str, str], u: int) -> None:

@@ -137,6 +137,32 @@ def test_a_small_llama_with_grouped_keys_and_its_own_head(
     assert_alike(workload_of(entry, batch=2, sequence=128, checkpointing=checkpointing, **precision), captured)
 
 
+@of_today
+@pytest.mark.parametrize(
+    ("precision", "checkpointing"),
+    [({"dtype": "bf16"}, False), ({"dtype": "bf16"}, True), ({"dtype": "fp32"}, True), ({"autocast": "bf16"}, False)],
+)
+def test_masks_of_dropout_are_those_of_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: dict[str, str], checkpointing: bool
+) -> None:
+    """There dropout is native_dropout, which keeps a byte per element. Flash attention on a processor drops nothing."""
+    config = {
+        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_layer": 6, "n_head": 4,
+        "n_positions": 256, "vocab_size": 50, "bos_token_id": 0, "eos_token_id": 0, "resid_pdrop": 0.1,
+        "embd_pdrop": 0.1, "attn_pdrop": 0.0,
+    }  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    monkeypatch.setattr(functional, "dropout", lambda x, p, training, inplace: torch.native_dropout(x, p, training)[0])
+    captured = capture(f"hf:{path}", batch=2, sequence=256, checkpointing=checkpointing, **precision)
+    entry = ModelEntry(
+        name="small", family="gpt", layers=6, hidden=64, heads=4, kv_heads=4, ffn=256, vocab=50, max_seq=256,
+        tied=True, params=captured.params, source="test",
+    )  # fmt: skip
+    axes = {"checkpointing": checkpointing, "dropout": 0.1, **precision}
+    assert_alike(workload_of(entry, batch=2, sequence=256, **axes), captured)
+
+
 def test_the_math_kernel_is_modelled_roughly() -> None:
     shape = preset("gpt2", batch=2, seq=512, checkpointing=False, attention="math")
     captured = capture("gpt2", batch=2, sequence=512, dtype="bf16", checkpointing=False, attention="math")
