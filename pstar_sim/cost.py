@@ -179,10 +179,18 @@ class GpuAdds:
         for (chunk, _), at in self.moments_s.items():
             self.chunks_s[chunk] += sum(at.values())
 
+    def whole_s(self) -> Mapping[int, float]:
+        """Chunk -> seconds per iteration, if its gradients add up whole."""
+        chunks_s: dict[int, float] = {}
+        for (chunk, _), at in ({} if self._none else self._table()).items():
+            chunks_s[chunk] = chunks_s.get(chunk, 0.0) + sum(at.values())
+        return chunks_s
+
     def of(self, plan: Plan) -> Mapping[int, float]:
         """Moment -> seconds of the adds that the plan makes, on a sliced layout of whole sums alone."""
         added: dict[int, float] = {}
-        whole = not self._none and any(r.list == "grad32_remote" for r in plan.initial)
+        sliced = not self._none and plan.layout.ranks > 1
+        whole = sliced and "grad32_remote" in {*(r.list for r in plan.initial), *(step.list for step in plan.steps)}
         if table := self._table() if whole else self.moments_s:
             lists = gradient_list(plan)
             for where, at in table.items():

@@ -92,7 +92,7 @@ class BoundFacts:
         self.micro_batch = [m.micro_batch if w.order.one_by_one else 0 for m in w.moments]
         self.read_bytes: Array = np.array(job.read_bytes, dtype=float)
         self.spans = _gradient_spans(w)
-        self.net = net = NetFacts(job, cost, self._room_of_sums())
+        self.net = net = NetFacts(job, cost, self._rooms_of_sums())
         ends = [moments[-1] for moments in reads if moments]
         self.late = (
             max([-1, *ends, *(job.last_gradient(c) for c in range(len(reads)))]) + 1
@@ -191,12 +191,15 @@ class BoundFacts:
         alone = self.room / (self.states + self.least_w)
         return float(np.clip(min(beside.min(), alone.min()), 0.0, total))
 
-    def _room_of_sums(self) -> float:
-        """Beside what moments read, between any two micro-batches."""
-        if not self.job.every_batch:
-            return inf
-        waits = [m for batch in range(1, len(self.spans)) for m in range(*self.between(batch))]
-        return max(0.0, min((float(self.room[m]) - self.job.read_bytes[m] for m in waits), default=inf))
+    def _rooms_of_sums(self) -> list[float]:
+        """Between each micro-batch and the next, beside what moments read."""
+        return [self.room_between(batch) for batch in range(1, len(self.spans))] if self.job.every_batch else []
+
+    def room_between(self, batch: int) -> float:
+        """Least bytes beside what moments read, from the last gradient of the micro-batch before `batch` to the first
+        of `batch`; inf if they run side by side."""
+        low, high = self.between(batch)
+        return max(0.0, float((self.room - self.read_bytes)[low:high].min())) if low < high else inf
 
     def turns(self) -> list[Turn]:
         """One cut per turn, any of which give a valid bound. Three are tried: the turns, and the moment with the

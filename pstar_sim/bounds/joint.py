@@ -305,6 +305,11 @@ class _JointProgram:
         self.waits, self.waits_on_host = (self._params(job.total if waits else 0.0) for _ in range(2))
         # parameters of Adam on the gpu whose last gradient is added on the host, too: the sum alone comes up
         self.whole = self._params(job.total if several else 0.0)
+        # Between each micro-batch and the next, bytes of others' slices of sums that wait for the next, and the seconds
+        # of collectives that these save.
+        count = job.u - 1 if several and len(job.facts.net.saves) else 0
+        self.later = self._bytes(job.facts.net.most_sums, count=count)
+        self.saved_s = lp.variables(count, most=job.facts.net.most_saved_s / job.scale) * job.scale
         self.sum_bytes = job.sum_w if job.u > 2 else min(job.w, job.sum_w)  # bytes of a held sum, per parameter
         # Bytes that each turn cannot keep, of this rank's slices and of the others' slices.
         most = [turn.bytes + abs(turn.room) + (job.v + 8) * self.all_params for turn in job.turns]
@@ -338,8 +343,8 @@ class _JointProgram:
     def _params(self, most: float, *, count: int = 1) -> Expression:
         return self.lp.variables(count, most=most / self.all_params) * self.all_params
 
-    def _bytes(self, most: float) -> Expression:
-        return self.lp.variable(most=most / self.all_bytes) * self.all_bytes
+    def _bytes(self, most: float, *, count: int = 1) -> Expression:
+        return self.lp.variables(count, most=most / self.all_bytes) * self.all_bytes
 
     # -- what fits --
 
@@ -359,16 +364,19 @@ class _JointProgram:
         lp.add(self.spilt <= self.cpu_sum + self.gpu_sum, unit=self.all_params)
         if job.u == 2 or job.whole_sums:
             lp.add(self.s <= self.gpu_sum + self.whole, unit=self.all_params)
+        if len(self.later):
+            each, padding = facts.net.own
+            lp.add(self.later <= (self.cpu_sum + self.gpu_sum) * each + padding, unit=self.all_bytes)
         lp.add(self.waits <= self.s - self.gpu_sum - self.whole, unit=self.all_params)
         lp.add(self.waits_on_host <= self.waits, unit=self.all_params)
         for batch in range(1, job.u):
-            low, high = facts.between(batch)
-            if low < high:
-                room = max(0.0, float((facts.room - facts.read_bytes)[low:high].min()))
+            if np.isfinite(room := facts.room_between(batch)):
                 lp.add(self._held_sums(batch) + job.v * self.x <= room, unit=self.all_bytes)
 
     def _held_sums(self, batch: int) -> Expression:
         sums = (self.cpu_sum + self.gpu_sum - self.spilt[batch - 1]) * self.sum_bytes
+        if len(self.later):
+            sums += self.later[batch - 1]
         return sums + (self.waits - self.waits_on_host) * self.job.w if batch == self.job.u - 1 else sums
 
     def _turns(self) -> None:
@@ -405,7 +413,7 @@ class _JointProgram:
 
     def _compute_and_adam(self) -> Expression:
         job = self.job
-        adds_s = (self.cpu_sum + self.gpu_sum) * job.gpu_add_s
+        adds_s = (self.cpu_sum + self.gpu_sum) * job.gpu_add_s + self.later.sum() * job.facts.net.add_s
         compute_s = float(job.facts.clock[-1]) + self.s * job.facts.gpu_update_s + adds_s
         self.terms.append(("compute", compute_s))
         if job.total:
@@ -522,7 +530,9 @@ class _JointProgram:
         update comes before the last sum."""
         job, facts, net = self.job, self.job.facts, self.job.facts.net
         again = self.gathered.sum() + net.frozen_bytes - self.others_kept
-        net_s = net.updates_s + again * net.byte_s
+        for seconds, per_byte_s in zip(net.saved_s, net.saves):
+            self.lp.add(self.saved_s <= seconds + self.later * per_byte_s, unit=job.scale)
+        net_s = net.each_time_s - self.saved_s.sum() + again * net.byte_s
         self.terms += [("net", net_s), ("net", compute_s + net.lost * net_s)]
         if job.barrier:
             self.terms.append(("barrier", facts.barrier_s(clip=job.clip) + self.s * facts.gpu_update_s))

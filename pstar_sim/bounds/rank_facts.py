@@ -8,10 +8,13 @@ unshared. Every row of pinned.py, joint.py and fluid.py holds for the slices. Se
 
 - A moment reads whole chunks. So K_t, and the bytes read again behind a turn, count all slices; one without room is
   copied up again (this rank's) or gathered again.
-- Each updated chunk is gathered once per iteration, after its update and before its first read. The gradients of each
-  micro-batch are summed over the ranks once (a reduce-scatter), or those of all micro-batches once (ZeRO-1): whole sums
-  then stay on the GPU between micro-batches, and of the seconds of collectives so many are saved as sums have room. The
-  slices of frozen chunks are gathered if they are not kept over the border.
+- Each updated chunk is gathered once per iteration, after its update and before its first read. The slices of frozen
+  chunks are gathered if they are not kept over the border.
+- sums over the ranks: the gradients of each micro-batch are summed once (a reduce-scatter), unless they add up with
+  those of the next (ZeRO-1). Whole sums then stay on the GPU from one backward pass to the next, and each such pair of
+  passes saves the seconds of the sums that have room there beside what moments read. In joint.py the others' slices of
+  whole sums have a variable per pair (`later`). They share the room with pinned states, own sums and what a turn keeps;
+  the own slice of a whole sum adds up on the GPU, too, and the GPU's adds are of whole gradients.
 - net: all collectives follow one another on one queue (`CostModel.collective_s`).
 - sums on the GPU: a slice's sum goes down with all its gradients in it. The checker refuses a plan in which CPU Adam
   adds a gradient to a sum that came from the GPU.
@@ -32,6 +35,7 @@ and a rank updates whole chunks. As in the model, collectives slow down no copy.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +48,8 @@ from pstar_sim.sim.several_ranks import classes_of
 from pstar_sim.workload.workload import Workload
 
 Array = NDArray[np.float64]
+LINES = 8
+"""Of the seconds of sums over their bytes: most jobs have chunks of three rates."""
 
 
 def costs_of_ranks(
@@ -62,7 +68,12 @@ class NetFacts:
 
     reduce_s: per chunk in `job.trained`, of the last sum.
     gather_s: likewise, after the update.
-    updates_s: of all updated chunks.
+    each_time_s: of all updated chunks, summed in every micro-batch.
+    saved_s, saves: lines, seconds and seconds per byte: what bytes of others' slices of whole sums between two
+        micro-batches save at most, of `most_saved_s`.
+    updates_s: of all updated chunks, if such sums alone have the room.
+    add_s: of compute, at least, per byte of them.
+    own: bytes of them per own parameter, and those of padding.
     byte_s: per byte gathered once more.
     lost: share of collectives that compute loses.
     others: chunk -> bytes without padding.
@@ -70,8 +81,8 @@ class NetFacts:
     frozen_bytes: others' slices of chunks only read.
     """
 
-    def __init__(self, job: Facts, cost: CostModel, room: float) -> None:
-        """room: bytes for sums between any two micro-batches."""
+    def __init__(self, job: Facts, cost: CostModel, rooms: Sequence[float]) -> None:
+        """rooms: bytes for sums between each micro-batch and the next."""
         layout = job.layout
         chunks = [*job.trained, *job.only_read]
         whole = {c: layout.chunks[c].params * job.width(c) for c in chunks}
@@ -85,17 +96,32 @@ class NetFacts:
         summed = [cost.reduce_s(layout.whole_bytes(c), c) if together else 0.0 for c in job.trained]
         self.reduce_s: Array = np.array(summed, dtype=float) if sliced else 2 * each
         self.gather_s: Array = each if sliced else 0 * each
-        self.updates_s = float((self.reduce_s + self.gather_s).sum())
-        if sliced:
-            more_s = self.reduce_s * [len(job.spans[c]) - 1 for c in job.trained]
-            sums = [max(1, layout.payload_bytes(c, "grad32_remote")) for c in job.trained]
-            self.updates_s += _without_room(more_s, np.array(sums, dtype=float), room)
+        self.each_time_s = self.updates_s = float((self.reduce_s + self.gather_s).sum())
+        self.saved_s, self.saves = np.zeros(0), np.zeros(0)
+        self.most_saved_s = self.most_sums = self.add_s = 0.0
+        if sliced and rooms:
+            sums = np.array([max(1, layout.payload_bytes(c, "grad32_remote")) for c in job.trained], dtype=float)
+            self.most_saved_s, self.most_sums = float(self.reduce_s.sum()), float(sums.sum())
+            self.saved_s, self.saves = _most_saved(self.reduce_s, sums)
+            adds_s = cost.gpu_adds.whole_s()
+            self.add_s = min(adds_s.get(c, 0.0) / size for c, size in zip(job.trained, sums)) / len(rooms)
+            beside = (layout.ranks - 1) * min(layout.sum_width(c) for c in job.trained)
+            own = np.array([cost.params[c] for c in job.trained], dtype=float)
+            self.own = float(beside), float(np.maximum(0.0, sums - beside * own).sum())
+            self.each_time_s += len(rooms) * self.most_saved_s
+            self.updates_s = self.each_time_s - sum(map(self._saved_beside, rooms))
         self.lost = 1 - 1 / cost.rates().compute_while_net
         self.byte_s = min((once_s[c] / size for c, size in self.others.items() if size), default=0.0)
 
+    def _saved_beside(self, room: float) -> float:
+        return min([self.most_saved_s, *(self.saved_s + self.saves * room)]) if room < inf else self.most_saved_s
 
-def _without_room(seconds: Array, sizes: Array, room: float) -> float:
-    """The least seconds of those that are not kept, parts of them too, where `room` bytes are."""
+
+def _most_saved(seconds: Array, sizes: Array) -> tuple[Array, Array]:
+    """(seconds, seconds per byte) of lines over bytes of which none is below the seconds of the sums, or of parts of
+    them, that take so many: a line through each LINES-th of the seconds, those of the most seconds per byte first."""
     order = np.argsort(-seconds / sizes, kind="stable")
-    over = np.cumsum(sizes[order]) - room
-    return float((seconds[order] * np.clip(over / sizes[order], 0.0, 1.0)).sum())
+    upto_s, upto = np.cumsum(seconds[order]), np.cumsum(sizes[order])
+    at = np.unique(np.searchsorted(upto_s, upto_s[-1] * (np.arange(LINES) + 0.5) / LINES))
+    per_byte_s = (seconds / sizes)[order][at]
+    return upto_s[at] - per_byte_s * upto[at], per_byte_s

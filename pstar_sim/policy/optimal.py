@@ -1,8 +1,8 @@
 """optimal: the plan of a search, or of another policy where that is faster.
 
-The plan is at most 0.01 % slower than the plan of any shipped policy without options. Options reach plans that the
-search does not try, so another policy may be faster with options (benchmarks/options.py). If GPUs differ, the planner
-chooses the shares of the batch together with the plan (planner/balance.py).
+The plan is at most 0.01 % slower than that of any shipped policy without options, or as ranks slice otherwise. With
+other options a policy may be faster (benchmarks/options.py). If GPUs differ, the planner chooses the shares of the
+batch together with the plan (planner/balance.py).
 
 The fastest of the searched plans (family/searched.py) and the other policies' plans, all followed, is taken. Its
 `choices` name the policy that made it.
@@ -157,7 +157,7 @@ def _others(
     optimal's own space)."""
     best_s = min((f.seconds for f in own), default=math.inf)
     beaten = {not f.plan.workload.order.of_loop for f in own if best_s < f.pins_alone_s}
-    for name, policy in _rivals().items():
+    for name, policy in _rivals(sliced=machine.data_parallel_size > 1).items():
         able = capabilities_of(policy)
         if able.reorders and workload.order.of_loop and len(orders) == 1:
             continue
@@ -183,6 +183,13 @@ def _from_disks(workload: Workload, machine: Machine, settings: Settings) -> Ite
             yield SearchResult(period_s(plan), f"{name}:{options}", plan)
 
 
-def _rivals() -> dict[str, Policy]:
-    others = {**BEFORE_OPTIMAL, **AFTER_OPTIMAL}
-    return {name: policy for name, policy in others.items() if capabilities_of(policy).balance is None}
+def _rivals(*, sliced: bool = False) -> dict[str, Policy]:
+    """sliced: also in the other ways to slice over ranks, by spec."""
+    found: dict[str, Policy] = {}
+    for name, policy in {**BEFORE_OPTIMAL, **AFTER_OPTIMAL}.items():
+        able = capabilities_of(policy)
+        if able.balance is None:
+            found[name] = policy
+            ways = [*able.shards.values()][1:] if sliced else []
+            found |= {f"{name}:{options}": specified(name, policy, options) for options in ways}
+    return found

@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import pytest
 
+from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Fabric, Machine
 from pstar_sim.core.checker.check import check_plan
 from pstar_sim.core.plan import Plan, Settings
@@ -561,3 +562,12 @@ def test_optimal_goes_to_the_disks_where_nothing_else_fits() -> None:
     assert (56 - 36 - 10) * GB <= own.check().peak_bytes["nvme"] <= (56 - 36 + 2 * 3) * GB
     assert "zero_infinity:params=nvme,states=nvme" in str(all_on_disks.choices["schedule"])
     assert all_on_disks.check().peak_bytes["nvme"] >= 240 * GB
+
+
+def test_optimal_slices_states_alone_where_that_is_fastest() -> None:
+    workload = preset("tiny-gpt2", batch=1, seq=64, micro_batches=4)
+    specs = ("optimal", "all_on_gpu:shard=states", "all_on_gpu")
+    plans = [planned(spec, load_machine("rtx4090x8"), workload) for spec in specs]
+    best_s, sliced_s, whole_s = (play(plan).iteration_s for plan in plans)
+    assert best_s == sliced_s < whole_s
+    assert "that of all_on_gpu:shard=states" in str(plans[0].choices["schedule"])
