@@ -13,6 +13,7 @@ come back for timeout_s, it fails the run and then aborts the communicator, whic
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import threading
@@ -29,10 +30,7 @@ from executor.devices.torch_private import all_gather, default_store, limit_nccl
 log = logging.getLogger("executor")
 
 TORCH_LATER_S = 60.0  # torch's own limit, which ends the process without our message, comes this much later than ours
-NAP_SHARE = (
-    0.25  # a thread that waits looks again after this share of its wait so far, within LEAST_NAP_S and MOST_NAP_S
-)
-LEAST_NAP_S, MOST_NAP_S = 5e-5, 2e-3
+LOOK = timedelta(milliseconds=20)  # a thread that waits looks so often whether the other ranks are there
 
 
 class Wire:
@@ -120,7 +118,7 @@ class Wire:
         self._wait(work)
 
     def _wait(self, work: Any) -> None:
-        """[Note: bounded waits]: gloo's Work.wait cannot be left when a rank is gone."""
+        """[Note: bounded waits]: gloo's Work.wait without a limit cannot be left when a rank is gone."""
         if self._deadline is not None:
             try:
                 if work is not None:  # otherwise torch has ordered the stream itself
@@ -131,13 +129,15 @@ class Wire:
             return
         start_s = self._clock()
         while not work.is_completed():
-            waited_s = self._clock() - start_s
+            with contextlib.suppress(RuntimeError):
+                work.wait(LOOK)
+            if work.is_completed():
+                break
             try:
-                self._check(waited_s)
+                self._check(self._clock() - start_s)
             except BaseException:
                 _keep_for_ever(self._group)
                 raise
-            time.sleep(min(max(LEAST_NAP_S, NAP_SHARE * waited_s), MOST_NAP_S))
         try:
             work.wait()  # raises the error that ended the work
         except RuntimeError as error:
