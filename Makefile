@@ -12,13 +12,14 @@ EXTRAS := executor,hf,notebooks,docs,report,app,test
 # The versions of constraints.txt are of Python 3.11 and newer; on 3.10 pip chooses.
 export CONSTRAINTS := import sys; print("-c constraints.txt" if sys.version_info >= (3, 11) else "")
 
-.PHONY: help install demo test check docs package notebooks bench results peers frameworks axolotl clean gpu-smoke gpu-test gpu-parity gpu-record gpu-steady \
+.PHONY: help install demo test nightly check docs package notebooks bench results peers frameworks axolotl clean gpu-smoke gpu-test gpu-parity gpu-record gpu-steady \
 	gpu-7b gpu-peers gpu-largest gpu-mirror gpu-emulated gpu-emulated-nightly gpu-emulated-memory gpu-environment
 
 help:
 	@echo "make install    the environment in $(VENV), every version pinned by constraints.txt"
 	@echo "make demo       trace, compare, plan and run GPT-2 124M; writes demo-out/"
-	@echo "make test       the whole test suite"
+	@echo "make test       the test suite"
+	@echo "make nightly    the same with --whole: all steps, seeds and rows, and the tests that CONTRIBUTING.md lists"
 	@echo "make check      ruff format and lint, mypy --strict, import contracts"
 	@echo "make docs       builds the documentation into site/ and checks its links; needs no network"
 	@echo "make package    builds wheel and sdist, checks both, installs the wheel without torch; WITH_TORCH=1: and with torch"
@@ -62,7 +63,10 @@ demo: install
 # long files come first (tests/conftest.py). Bytecode is kept, whatever the environment says: a test's process would
 # compile the package anew.
 test: install
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(WHOLE)
+
+nightly: WHOLE := --whole
+nightly: test
 
 check: install
 	$(BIN)/ruff format --check .

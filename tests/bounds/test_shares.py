@@ -103,7 +103,12 @@ def _bounds(t: Tiny, speed: int, batch: int) -> tuple[float | None, float | None
 
 
 @pytest.mark.parametrize(
-    ("gpus", "batch"), [("v100-32+h100-80", 8), ("a100-40x2+p100-16", 9), ("v100-32x2+rtx3090-64gbx2", 8)]
+    ("gpus", "batch"),
+    [
+        ("v100-32+h100-80", 8),
+        ("a100-40x2+p100-16", 9),
+        pytest.param("v100-32x2+rtx3090-64gbx2", 8, marks=pytest.mark.whole),
+    ],
 )
 def test_it_is_the_least_bound_of_all_shares(gpus: str, batch: int) -> None:
     machine = load_machine(gpus)

@@ -86,7 +86,7 @@ def test_the_command_line_says_it(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "compute: assumed" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["fits", "sensitivity"])
+@pytest.mark.parametrize("command", ["fits", pytest.param("sensitivity", marks=pytest.mark.whole)])
 def test_every_answer_with_seconds_says_it_and_none_without(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = [command, "--model", "gpt2", "--batch", "4", "--seq", "128", "--machine", "v100-32", "--policy", "tide"]
     assert main([*flags, "--host-memory", "11GB"]) == 0  # of a deepest model with some tens of layers, not 8,000

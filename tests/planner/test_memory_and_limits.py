@@ -254,7 +254,7 @@ def beside_disks(host: str | int, disk_bytes: int) -> ps.Machine:
     return replace(ps.machine("virtual", gpu_memory="1.2GB", host_memory=host), nvme=disks)
 
 
-@pytest.mark.parametrize("disk_bytes", [400 * MB, 10 * GB])
+@pytest.mark.parametrize("disk_bytes", [pytest.param(400 * MB, marks=pytest.mark.whole), 10 * GB])
 def test_with_disks_a_yes_stays_a_yes_as_the_host_grows_and_has_a_plan(disk_bytes: int) -> None:
     """Whatever the room on the disks; what compare plans has the room."""
     w, settings = preset("gpt2", batch=1, seq=64), ps.Settings()
@@ -619,7 +619,10 @@ def test_the_answer_begins_with_yes_or_no_then_why_then_the_smallest_change() ->
     assert easy == SmallestChange(words="with --optimizer adamw-8bit", policies=("tide",)), "and it fits then"
     assert fits(w, ps.machine("rtx4090", host_memory="128GB"), policies=["tide"], times=False).any
 
-    # 65,536 logits of 128,256 tokens: 16.8 GB in bf16, twice that in fp32
+
+@pytest.mark.whole
+def test_the_smallest_change_of_logits_policies_and_bases() -> None:
+    """65,536 logits of 128,256 tokens: 16.8 GB in bf16, twice that in fp32."""
     long = preset("llama-3.2-1b", batch=1, seq=65536)
     card = fits(long, ps.machine("rtx4090"), policies=["tide"], times=False)
     assert card.change == SmallestChange(words="with --loss fused", policies=("tide",))
@@ -799,6 +802,7 @@ def test_where_the_host_is_short_and_there_are_disks_the_options_for_disks_are_n
     assert compared.rows[0].fits and compared.rows[0].gap is not None and compared.rows[0].gap > 0
 
 
+@pytest.mark.whole
 def test_where_the_host_is_short_even_with_the_disks_more_memory_and_the_options_are_named() -> None:
     """One memory of 128 GB, of which the host has 20: the states of 18 billion parameters fit the disks alone. Their
     36 GB of weights lie on the host while they are loaded. With the options given, only the memory is named."""

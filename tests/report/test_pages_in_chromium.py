@@ -194,6 +194,7 @@ def address() -> Iterator[str]:
         urllib.request.urlopen(health)
 
 
+@pytest.mark.whole
 def test_the_app_asks_this_machine_alone(browser: Browser, address: str) -> None:
     """The one page with a network: what it asks for is asked of its own server."""
     browser.log.clear()

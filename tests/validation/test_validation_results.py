@@ -318,6 +318,7 @@ def test_few_rows_of_a_policy_say_nothing_of_it() -> None:
     assert infinity is not None and infinity == class_ and infinity.rows >= FEWEST_ROWS
 
 
+@pytest.mark.whole
 def test_kept_errors_are_those_of_a_run_of_today(tmp_path: Path) -> None:
     """The Yard's rows replayed again give the figures of expected_errors.json."""
     v = validate(machine="Yard")

@@ -40,6 +40,9 @@ IN_SMALL = {
 with --whole alone; test_readme.py compares another ablation's, test_record.py and test_parity_training.py see to peaks
 and losses."""
 
+ASKED = ("01_tide_curves", "02_capacity_planning")
+"""Notebooks that ask what commands of the documents ask too, and run with --whole alone."""
+
 NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
@@ -101,7 +104,9 @@ def test_a_notebook_was_committed_executed_and_is_thin(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # half a minute each where nothing else runs, two with --whole
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", [pytest.param(p, marks=[pytest.mark.whole] * (p.stem in ASKED), id=p.stem) for p in NOTEBOOKS]
+)
 def test_a_notebook_runs(path: Path, whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without --whole, the cells of IN_SMALL ask for less."""
     nbformat = pytest.importorskip("nbformat")

@@ -186,7 +186,16 @@ def test_commands_in_the_text_name_flags_and_files_that_exist(path: Path, capsys
 
 
 @pytest.mark.parametrize(
-    ("path", "session"), SESSIONS, ids=[f"{path.stem}-{number}" for number, (path, _) in enumerate(SESSIONS)]
+    ("path", "session"),
+    [
+        pytest.param(
+            path,
+            session,
+            id=f"{path.stem}-{number}",
+            marks=[pytest.mark.whole] * session.startswith("$ pstar ablate --model 8B"),  # as long as five others
+        )
+        for number, (path, session) in enumerate(SESSIONS)
+    ],
 )
 def test_a_terminal_session_prints_what_it_claims(
     path: Path, session: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -205,6 +214,18 @@ def test_a_terminal_session_prints_what_it_claims(
             shown.pop()
             printed = printed[: len(shown)]
         assert printed == shown, "run .ci/refresh_readme.py"
+
+
+def test_contributing_names_the_tests_that_run_with_whole_alone() -> None:
+    """Those that have no other row; of the others it may name some."""
+    files = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")]
+    found = {
+        n for text in files for n in re.findall(r"^@pytest\.mark\.whole\n(?:[@ )].*\n)*def (test_\w+)", text, re.M)
+    }
+    section = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("\n## ")[2]
+    named = {*re.findall(r"^\| `(test_\w+)`", section, re.M)}
+    assert section.startswith("Tests that run with") and found <= named
+    assert all(any(f"def {name}(" in text for text in files) for name in named)
 
 
 def test_the_readme_is_one_page() -> None:

@@ -168,7 +168,8 @@ def test_what_cannot_be_is_refused() -> None:
     ("job", "micro_batches"), [("bf16", 2), ("nf4", 2), ("int8", 1), ("adamw-bf16-states", 2), ("sgd", 1)]
 )
 @pytest.mark.parametrize("gpus", [1, 4])
-def test_every_policy_plans_them_and_the_checker_agrees(job: str, micro_batches: int, gpus: int) -> None:
+def test_every_policy_plans_them_and_the_checker_agrees(job: str, micro_batches: int, gpus: int, whole: bool) -> None:
+    """`optimal`, which takes longest, with --whole alone: tide has its parts."""
     lora = job in ("bf16", *BASES)
     given = Adapter(rank=8, targets=("all-linear",)) if lora else None
     w = preset("gpt2", batch=1, seq=64, micro_batches=micro_batches, lora=given, base=job if lora else None)
@@ -177,6 +178,8 @@ def test_every_policy_plans_them_and_the_checker_agrees(job: str, micro_batches:
     m = ps.machine("virtual", overrides={"gpus": gpus, **changes})
     fitting = set()
     for name, policy in policies().items():
+        if name == "optimal" and not whole:
+            continue
         try:
             plan = policy(w, m, ps.Settings(update="eager", clip=False, effort=0.1))
         except (ps.DoesNotFit, CannotPlan):

@@ -30,7 +30,7 @@ def user_file(tmp_path: Path) -> Callable[[str], Path]:
     return written
 
 
-@pytest.mark.parametrize("model", ["1B", "4B"])
+@pytest.mark.parametrize("model", ["1B", pytest.param("4B", marks=pytest.mark.whole)])
 def test_twice_the_gpus_of_every_family_give_about_twice_the_tokens(script: Any, model: str) -> None:
     catalog = load_catalog()
     families = script.Families(catalog)

@@ -28,7 +28,7 @@ try:
 finally:
     sys.path.remove(str(BENCHMARKS))
 
-STRIKES = 16  # of each case: a fraction of a second each
+STRIKES = 16  # of each case, half of them without --whole: a fraction of a second each
 BENCHES: dict[Any, Any] = {}
 
 
@@ -45,13 +45,14 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", range(len(_interrupts.CASES)), ids=[str(case) for case in _interrupts.CASES])
-def test_an_interruption_at_any_line(number: int) -> None:
+def test_an_interruption_at_any_line(number: int, whole: bool) -> None:
     """Each case strikes other lines: the spread begins at another one."""
     bench = bench_of(_interrupts.CASES[number])
     points = _interrupts.three_of(bench.hits())
-    stride = len(points) / STRIKES
+    strikes = STRIKES if whole else STRIKES // 2
+    stride = len(points) / strikes
     share = number / len(_interrupts.CASES)
-    outcomes = {point: bench.strike(point) for i in range(STRIKES) for point in [points[int((i + share) * stride)]]}
+    outcomes = {point: bench.strike(point) for i in range(strikes) for point in [points[int((i + share) * stride)]]}
     wrong = [f"{point}: {outcome.kind}: {outcome.said}" for point, outcome in outcomes.items() if not outcome.right]
     assert not wrong, "\n".join(wrong)
     assert any(outcome.kind == "equal" for outcome in outcomes.values())

@@ -31,11 +31,13 @@ def _as_it_was() -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_mutated_files_are_refused_in_one_line_or_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutated_files_are_refused_in_one_line_or_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
     from executor.measuring import rates
 
     monkeypatch.setattr(rates, "measure_virtual_machine", rates.measure_virtual_machine)
-    report = _mutations.run_mutations(_mutations.Bench(tmp_path), 80, first_seed=40)
+    report = _mutations.run_mutations(_mutations.Bench(tmp_path), 80 if whole else 30, first_seed=40)
     assert not report.misses, "\n".join(map(str, report.misses))
     outcomes = {outcome for (_, outcome), count in report.outcomes.items() if count}
     assert {"refused", "named", "right"} <= outcomes
