@@ -210,6 +210,37 @@ class TestTensorParallel:
         parts = [what for m in split.moments for what, _, size in m.collectives if size == u]
         assert parts.count("reduce_scatter") == len(sums) and "all_reduce" not in parts
 
+    @pytest.mark.parametrize("kernels", ["eager", "compiled"])
+    @pytest.mark.parametrize("axes", [{}, {"checkpointing": False}])
+    def test_ranks_that_split_latent_attention_have_its_narrow_projections_whole(
+        self, kernels: str, axes: dict[str, Any]
+    ) -> None:
+        """Of DeepSeek-V3, 1,536 of queries and 512 + 64 of keys and values: two ranks compute both for all tokens, or
+        with sequence parallelism each for half of them. They sum gradients of what both read: narrow ones in each
+        layer, and with sequence parallelism those of the projections at the end."""
+        entry = model_entry("deepseek-v3")
+        whole, part, split = (
+            stage_of(
+                entry, Stage(layers=range(2), tensor=t, sequence=sequence), batch=2, sequence=64, kernels=kernels, **axes
+            )[0]
+            for t, sequence in ((1, False), (2, False), (2, True))
+        )  # fmt: skip
+        narrow, tokens = [1536, 512, 64], 2 * 64
+        passes = 4 if not axes else 3  # a product's forward, recompute and two gradients
+        doubled = 2 * 2 * passes * tokens * 7168 * sum(narrow)
+        assert 2 * part.flops == whole.flops + doubled and 2 * split.flops == whole.flops
+        shared = 2 * (7168 * sum(narrow) + 1536 + 512 + 2 * 7168) + 7168  # and the norms
+        assert part.params == split.params == shared + (whole.params - shared) // 2
+        ends = [w.moments[0].start_bytes - w.moments[-1].end_bytes for w in (whole, part, split)]
+        assert ends == [0, 0, 0]
+        summed, scattered = (Counter(row for m in w.moments for row in m.collectives) for w in (part, split))
+        for width in narrow:
+            assert summed["all_reduce", "tensor", tokens * width * 2] == 2
+            assert scattered["reduce_scatter", "tensor", tokens * width * 2] == 2
+            again = passes - 1 - (width == 64)  # keys that have a position are kept as gathered
+            assert scattered["all_gather", "tensor", tokens * width * 2] == 2 * again
+        assert scattered["all_reduce", "tensor", 2 * shared] == 1
+
     @pytest.mark.parametrize("model", ["gpt2-medium", "gpt2-xl"])
     def test_what_a_layer_keeps_is_korthikantis(self, model: str) -> None:
         """Table 2 of Korthikanti et al., 2022, of scores of 16 bits and masks of a byte: with t ranks, and with
@@ -278,7 +309,6 @@ class TestTensorParallel:
                 2,
                 "4 heads, 1 head of keys and 6912 feed-forward columns, which only 1 would: leave tp out",
             ),
-            ("deepseek-v3", 2, "layers with latent attention are not split over ranks"),
             ("qwen3-30b-a3b", 8, "6144 feed-forward columns and 768 columns of an expert, as 4 would"),
         ],
     )

@@ -170,8 +170,6 @@ def _share_of(entry: ModelEntry, model: str, ranks: int) -> ModelEntry:
     the nearest number that works."""
     if ranks == 1:
         return entry
-    if entry.latent is not None:
-        raise _refusal(model, "tp", ranks, "layers with latent attention are not split over ranks")
     widths = _split_widths(entry)
     if any(size % ranks for size in widths.values()):
         near = [n for n in range(1, entry.kv_heads + 1) if not any(size % n for size in widths.values())]

@@ -186,7 +186,6 @@ class _LayerWriter:
         reads = [f"{first}.weight"]
         own = self.post or bool(drop_backward(t, s))
         self.attention.backward(block, kept, s.model.window_of(i), reads=reads, own=own)
-        t.reduce(u)
         norms.backward(f"{first}.weight", r, s.rows)
         if s.recomputes(i) and norms.upcast:
             t.op(dead=v)  # the checkpoint: in bf16 no norm kept it

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pstar_sim.workload.presets.llama_norms import Norms
 from pstar_sim.workload.presets.shared import Shape, attend, attend_backward, declare, linear
 from pstar_sim.workload.tape import Tape
-from pstar_sim.workload.workload import Phase
+from pstar_sim.workload.workload import Phase, Product
 
 
 class GroupedAttention:
@@ -107,10 +107,16 @@ class GroupedAttention:
             t.op(s.casts * r, dead=copied, read=copied)
             t.op(others * r, dead=others * 2 * r)
         t.op(dead=gone)
+        t.reduce(u)
 
 
 class LatentAttention:
-    """Multi-head latent attention: narrow queries, keys and values, normed and then widened (DeepSeek-V3)."""
+    """Multi-head latent attention: narrow queries, keys and values, normed and then widened (DeepSeek-V3).
+
+    [Note: narrow projections] Ranks that split heads each have these projections whole, and sum the gradients of what
+    they make; with sequence parallelism each makes them of its tokens, and gathers the narrow ones.
+    Source: Megatron-LM, core/transformer/multi_latent_attention.py.
+    """
 
     def __init__(self, t: Tape, s: Shape, norms: Norms) -> None:
         self.t, self.s, self.norms = t, s, norms
@@ -124,11 +130,13 @@ class LatentAttention:
             "kv_b_proj": (m.heads * (x.plain + x.value), x.kv_rank),
             "o_proj": (m.hidden, m.heads * x.value),
         }
-        self.u, self.out_bytes = each * m.hidden, each * m.heads * x.value
-        self.q_low, self.kv_low = each * x.q_rank, each * x.kv_rank
+        self.out_bytes = each * m.heads * x.value
+        self.u = s.part_of(each * m.hidden)
+        self.all_q, self.all_kv, self.all_rot = each * x.q_rank, each * x.kv_rank, each * x.rotary
+        self.q_low, self.kv_low, self.k_rot = map(s.part_of, (self.all_q, self.all_kv, self.all_rot))
         self.q, self.kv = each * m.heads * m.head_dim, each * m.heads * (x.plain + x.value)
         self.v = each * m.heads * x.value  # a part of kv
-        self.k_rot, self.q_rot = each * x.rotary, each * m.heads * x.rotary
+        self.q_rot = each * m.heads * x.rotary
         self.normed = self.u if s.flavour.recomputed else 0
         self.rotary_dim = x.rotary
 
@@ -146,50 +154,63 @@ class LatentAttention:
         names = [f"{block}.self_attn.{name}.weight" for name in self.widths if name != "o_proj"]
         return [*names, *(f"{block}.self_attn.{x}_a_layernorm.weight" for x in ("q", "kv"))]
 
-    def _project(self, name: str, out: int, read: int, dead: int = 0) -> None:
+    def _of(self, name: str) -> Product:
         columns, rows = self.widths[name]
-        self.t.op(out, products=[self.s.product(rows, columns)], read=read, dead=dead)
+        batches, tokens, *_ = self.s.product(rows, columns)
+        return batches, self.s.rows if "_a_" in name else tokens, rows, columns
+
+    def _project(self, name: str, out: int, read: int, dead: int = 0) -> None:
+        self.t.op(out, products=[self._of(name)], read=read, dead=dead)
 
     def forward(self, block: str, phase: Phase, window: int) -> int:
         t, s, norms, u = self.t, self.s, self.norms, self.u
         self._project("q_a_proj", self.q_low, u)
-        norms.forward(self.q_low, s.tokens, inner=True)
-        self._project("q_b_proj", self.q, self.q_low)
+        norms.forward(self.q_low, s.rows, inner=True)
+        self._project("q_b_proj", self.q, self.all_q, dead=t.gather(self.all_q))
         self._project("kv_a_proj_with_mqa", self.kv_low + self.k_rot, u, dead=self.normed)
-        norms.forward(self.kv_low, s.tokens, inner=True)
-        self._project("kv_b_proj", self.kv, self.kv_low)
+        norms.forward(self.kv_low, s.rows, inner=True)
+        self._project("kv_b_proj", self.kv, self.all_kv, dead=t.gather(self.all_kv))
         t.open("end", f"{block}.self_attn.kv_b_proj", phase, [f"{block}.self_attn.o_proj.weight"])
+        if t.gather(self.all_rot):
+            t.op(dead=self.k_rot)
         norms.rope(self.q_rot)
-        norms.rope(self.k_rot)
+        norms.rope(self.all_rot)
         t.op(self.q, dead=self.q + self.q_rot)
-        t.op(self.q, dead=2 * self.k_rot)
+        t.op(self.q, dead=2 * self.all_rot)
         kept = attend(t, s, self.q, self.q + self.v, window=window)
         saved = u + 2 * self.q + self.kv + self.q_low + self.kv_low - self.normed
-        columns, rows = self.widths["o_proj"]
-        t.op(u, unsaved=saved, products=[s.product(rows, columns)], read=self.out_bytes)
+        product, out = self._of("o_proj"), s.tokens * s.model.hidden * t.width
+        t.op(out, unsaved=saved, products=[product], read=self.out_bytes)
         return kept
 
     def _back(self, block: str, name: str, *, grad_in: int, grad_out: int, dead: int) -> None:
-        columns, rows = self.widths[name]
-        weight, product = f"{block}.self_attn.{name}.weight", self.s.product(rows, columns)
-        self.t.linear_backward([weight], grad_in=grad_in, grad_out=grad_out, saved=grad_in, product=product, dead=dead)
+        weight, product = [f"{block}.self_attn.{name}.weight"], self._of(name)
+        self.t.linear_backward(weight, grad_in=grad_in, grad_out=grad_out, saved=grad_in, product=product, dead=dead)
+        if "_a_" in name:
+            self.t.sum_at_end(weight)
 
     def backward(self, block: str, kept: int, window: int, *, reads: list[str], own: bool) -> None:
         t, s, norms, u = self.t, self.s, self.norms, self.u
         t.open("grad", f"{block}.self_attn.o_proj", Phase.BWD, [f"{block}.self_attn.o_proj.weight"])
-        self._back(block, "o_proj", grad_in=self.out_bytes, grad_out=u, dead=u if own else 0)
+        whole = s.tokens * s.model.hidden * t.width
+        self._back(block, "o_proj", grad_in=self.out_bytes, grad_out=whole, dead=own * u + t.gather(whole))
         attend_backward(t, s, self.q, self.q + self.v, kept, window=window)
         t.op(self.kv, dead=self.kv)
         norms.rope_backward(self.q_rot)
-        t.op(self.k_rot, dead=self.q, read=self.q)  # one rotary part of the keys for all heads
-        norms.rope_backward(self.k_rot)
+        t.op(self.all_rot, dead=self.q, read=self.q)  # one rotary part of the keys for all heads
+        norms.rope_backward(self.all_rot)
+        t.reduce(self.all_rot)
         t.open("grad", f"{block}.self_attn.kv_b_proj", Phase.BWD, [*self.first(block), *reads])
-        self._back(block, "kv_b_proj", grad_in=self.kv_low, grad_out=self.kv, dead=self.kv + self.kv_low)
-        norms.backward(f"{block}.self_attn.kv_a_layernorm.weight", self.kv_low, s.tokens, residual=False)
+        gone = self.kv + self.kv_low + t.gather(self.all_kv)
+        self._back(block, "kv_b_proj", grad_in=self.all_kv, grad_out=self.kv, dead=gone)
+        t.reduce(self.all_kv)
+        norms.backward(f"{block}.self_attn.kv_a_layernorm.weight", self.kv_low, s.rows, residual=False)
         t.op(self.normed)
         narrow = self.kv_low + self.k_rot
         self._back(block, "kv_a_proj_with_mqa", grad_in=u, grad_out=narrow, dead=narrow)
-        self._back(block, "q_b_proj", grad_in=self.q_low, grad_out=self.q, dead=self.q + self.q_low)
-        norms.backward(f"{block}.self_attn.q_a_layernorm.weight", self.q_low, s.tokens, residual=False)
+        gone = self.q + self.q_low + t.gather(self.all_q)
+        self._back(block, "q_b_proj", grad_in=self.all_q, grad_out=self.q, dead=gone)
+        t.reduce(self.all_q)
+        norms.backward(f"{block}.self_attn.q_a_layernorm.weight", self.q_low, s.rows, residual=False)
         self._back(block, "q_a_proj", grad_in=u, grad_out=self.q_low, dead=self.q_low)
         t.op(u, dead=3 * u)
