@@ -3,7 +3,9 @@
 Rows, each as the flags or the file of its framework, which `--like` reads (frameworks/), as a user would replay it:
 
 - megatron_golden.csv: the largest allocated bytes of the last rank, which has the last stage, in Megatron-LM's
-  functional tests on 8 A100s. The vocabulary is GPT-2's, padded to 128 times tp, where the file names none.
+  functional tests on 8 A100s. The vocabulary is GPT-2's, or BERT's cased one, padded to 128 times tp, where the file
+  names none. Megatron's BERT has the layers of its GPT, as which it is predicted, without its head's transform (1,024 x
+  1,024) and the binary one.
 - layouts.csv: SimuMax's runs of Megatron-LM on 8 B200s (largest allocated bytes of a rank; milliseconds), BigScience's
   (memory as nvidia-smi shows it, whether it ran out), Megatron-Bridge's containers in BF16, torchtitan's table
   (tokens/s; peak), and the iterations of Korthikanti et al., 2022, that recompute attention alone or all.
@@ -53,6 +55,9 @@ NOT_PREDICTED = {
     "num-query-groups": "a gpt with grouped keys",
 }
 """Column of the golden rows -> why a row that has it is out of scope."""
+
+
+VOCABULARIES = {"gpt": 50_257, "bert": 28_996}
 
 
 class OutOfScope(PstarError):
@@ -112,8 +117,8 @@ def golden() -> Iterator[Callable[[], Row]]:
 def _golden(line: Mapping[str, str]) -> Row:
     name, tensor = line["case"], int(line["tensor-model-parallel-size"] or 1)
     why = next((words for column, words in NOT_PREDICTED.items() if line[column]), None)
-    if line["suite"] != "gpt":
-        why = f"a preset of the family {line['suite']} is not cut" if line["suite"] == "bert" else "no preset"
+    if line["suite"] == "t5":
+        why = "no preset"
     elif "_mla" in name or "_defer_embedding_wgrad" in name:
         why = "a gpt with latent attention" if "_mla" in name else "gradients of the table that are put off"
     if why is not None:
@@ -121,13 +126,13 @@ def _golden(line: Mapping[str, str]) -> Row:
     given = {column: value for column, value in line.items() if value and f"--{column}" in FLAGS}
     flags = " ".join(f"--{column}" + ("" if value == "True" else f" {value}") for column, value in given.items())
     hidden, heads = int(line["hidden-size"]), int(line["num-attention-heads"])
-    vocabulary = int(line["vocab-size"] or 50_257)
+    vocabulary = int(line["vocab-size"] or VOCABULARIES[line["suite"]])
     shape = structs.replace(
         model_entry("gpt2"), layers=int(line["num-layers"]), hidden=hidden, heads=heads, kv_heads=heads,
         ffn=4 * hidden, vocab=-(-vocabulary // (128 * tensor)) * 128 * tensor, max_seq=int(line["seq-length"]),
         tied=not line["untie-embeddings-and-output-weights"],
     )  # fmt: skip
-    unfused = line["attention-backend"] == "unfused" or line["transformer-impl"] == "local"
+    unfused = line["attention-backend"] in ("unfused", "local") or line["transformer-impl"] == "local"
     return Row(
         source="golden", name=name, kind="peak of the last stage", value=float(line["max_allocated_bytes"]),
         machine=load_machine("a100-80x8"), shape=shape, configuration=megatron.read(flags, name),

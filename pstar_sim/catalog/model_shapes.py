@@ -106,8 +106,8 @@ class ModelEntry(Table, frozen=True, kw_only=True):
         return self.own_head_dim or self.hidden // self.heads
 
     def takes(self, sequence: int) -> bool:
-        """Any, with rotary positions: nothing in the model has a sequence's size."""
-        return sequence <= self.max_seq or self.family == "llama"
+        """Any, with rotary positions: nothing in the model has a sequence's size. An image has its own."""
+        return sequence == self.max_seq or (sequence < self.max_seq and not self.image) or self.family == "llama"
 
     @property
     def value_dim(self) -> int:

@@ -18,7 +18,7 @@ from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.stages_machines import machine_of_stage
 from pstar_sim.workload.parallelism import CUTS, Parallelism
 from pstar_sim.workload.pipeline import Part, cells_of, in_schedule
-from pstar_sim.workload.presets import CUT, check_blocks, check_split, stage_of
+from pstar_sim.workload.presets import check_blocks, check_split, stage_of
 from pstar_sim.workload.presets.shared import Stage
 from pstar_sim.workload.workload import Workload
 
@@ -69,7 +69,6 @@ def check_way(
     """
     assert job.batch is not None and job.seq is not None
     data = parallelism.data_on(machine.world_size)
-    _check_cut(entry, parallelism, machine.world_size)
     parts = _even(entry.layers, parallelism, entry.name)
     check_split(entry, _part(parallelism, 0, parts[0]), sequence=job.seq, **job.given)
     if job.batch % data:
@@ -77,19 +76,6 @@ def check_way(
             f"{sequences} is {job.batch}; the {data} ranks of a stage share it, so give a multiple of {data}"
         )
     check_blocks(entry, job)
-
-
-def uncut(entry: ModelEntry) -> str:
-    """Why no preset of its family is cut; "" if they are."""
-    families = " and ".join(CUT)
-    return "" if entry.family in CUT else f"presets of the families {families} are cut, not those of {entry.family}"
-
-
-def _check_cut(entry: ModelEntry, spread: Parallelism, gpus: int) -> None:
-    degrees = {"tp": spread.tensor, "cp": spread.context, "ep": spread.experts, "pp": spread.pipeline}
-    given = [*(f"{key}={ranks}" for key, ranks in degrees.items() if ranks > 1), *(["sp"] if spread.sequence else [])]
-    if given and (why := uncut(entry)):
-        raise ModelError(f"model {entry.name}: {','.join(given)}: {why}; dp={gpus} would do")
 
 
 def _part(parallelism: Parallelism, number: int, layers: range) -> Stage:

@@ -22,7 +22,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import ModelEntry, model_entry
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.jobs import Job
-from pstar_sim.planner.stages_cut import check_way, uncut
+from pstar_sim.planner.stages_cut import check_way
 from pstar_sim.planner.stages_machines import divisors, machine_of_stage
 from pstar_sim.policy.registry import Policy, can
 from pstar_sim.units import format_count
@@ -99,11 +99,9 @@ def ways_to_spread(
                 continue
             of_way = f"{way.parallelism} with {format_count(way.micro_batches, 'micro-batch')} ({bubble:.0%})"
             missing.setdefault(f"a bubble of more than {MOST_BUBBLE:.0%}", []).append(of_way)
-    counted = {uncut(entry): "with tp, cp or pp", _ENOUGH: "with cp"}
-    left_out = [f"{'; '.join(of)}: {why}" for why, of in missing.items() if why not in counted]
-    for why, which in counted.items():
-        if why in missing:
-            left_out.append(f"{format_count(len(missing[why]), 'way')} {which}: {why}")
+    left_out = [f"{'; '.join(of)}: {why}" for why, of in missing.items() if why != _ENOUGH]
+    if _ENOUGH in missing:
+        left_out.append(f"{format_count(len(missing[_ENOUGH]), 'way')} with cp: {_ENOUGH}")
     return ways, left_out
 
 
@@ -121,8 +119,6 @@ def _why_not(entry: ModelEntry, job: Job, machine: Machine, one: Parallelism, *,
     """Why these degrees are left out; "" if they are not."""
     assert job.batch is not None and one.data is not None
     sequences = job.batch * (job.micro_batches or 1)
-    if one.tensor * one.pipeline * one.context > 1 and (why := uncut(entry)):
-        return why
     if one.context > 1 and not every and sequences % (one.data * one.context) == 0:
         if _bytes_of_sequence(entry, job, one.tensor, one.pipeline) < LONG * machine.gpu.memory_bytes:
             return _ENOUGH

@@ -633,20 +633,23 @@ def test_jobs_that_cannot_be_cut_say_why(node: Machine) -> None:
 
 
 @pytest.mark.parametrize(("model", "tokens"), [("bert-base", 64), ("vit-b-16", 197)])
-def test_families_that_are_not_cut_are_whole_on_every_rank(node: Machine, model: str, tokens: int) -> None:
+def test_encoders_are_spread_as_decoders_are(node: Machine, model: str, tokens: int) -> None:
+    """But for an image, whose tokens do not split."""
     job = Job(model=model, batch=8, seq=tokens, micro_batches=2)
     (own,) = stages_of(job, node, Parallelism(data=4))
     whole = preset(model, batch=2, seq=tokens, micro_batches=2)
     assert (own.tensors, own.moments, own.uses, own.borders) == (whole.tensors, whole.moments, whole.uses, ())
-    ways, left_out = ways_to_spread(job, node)
-    assert {str(way.parallelism) for way in ways} == {"dp=4"}
-    family = model.partition("-")[0]
-    why = f"presets of the families gpt and llama are cut, not those of {family}"
-    assert left_out == [f"9 ways with tp, cp or pp: {why}"]
-    for text in ("pp=2", "tp=2,sp", "cp=2", "ep=2", "sp"):
-        with pytest.raises(ModelError) as error:
-            plan_stages(job, node, "tide", Parallelism.parse(text))
-        assert str(error.value) == f"model {model}: {text}: {why}; dp=4 would do"
+    ways, _ = ways_to_spread(job, node)
+    assert {"dp=4", "tp=2,pp=2,dp=1" if model[0] == "v" else "tp=2,sp,pp=2,dp=1"} <= {str(w.parallelism) for w in ways}
+    for text in ("tp=4", "tp=2,pp=2", "pp=2,schedule=interleaved,v=2"):
+        planned = plan_stages(job, node, "all_on_gpu" if text == "tp=4" else "tide", Parallelism.parse(text))
+        assert examine_set(planned.plans)[1] == planned.iteration_s >= planned.lower_bound_s
+    if model == "vit-b-16":
+        for text, why in (("tp=2,sp", "2 ranks split it (sp); leave sp out"), ("cp=2", "4 equal pieces; take fewer")):
+            with pytest.raises(
+                ModelError, match=re.escape(f"model vit-b-16: sequence is 197; {why}".partition(";")[0])
+            ):
+                plan_stages(job, node, "tide", Parallelism.parse(text))
 
 
 class TestUnequalGpus:

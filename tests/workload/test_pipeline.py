@@ -29,11 +29,12 @@ def words(schedule: str, stage: int, stages: int, micro_batches: int) -> str:
 def stage(
     model: str, number: int, stages: int, micro_batches: int, *, schedule: str = "1f1b", **axes: bool
 ) -> Workload:
-    """A stage of a model whose blocks the stages divide, of two sequences of 64 tokens."""
+    """A stage of a model whose blocks the stages divide, of two sequences of 64 tokens, or images."""
     entry = model_entry(model)
+    tokens = 64 if entry.takes(64) else entry.max_seq
     each = entry.layers // stages
     part = Stage(layers=range(number * each, (number + 1) * each), first=number == 0, last=number == stages - 1)
-    one, crossings = stage_of(entry, part, batch=2, sequence=64, **axes)
+    one, crossings = stage_of(entry, part, batch=2, sequence=tokens, **axes)
     return in_schedule([(one, crossings)], cells_of(schedule, stages, micro_batches), number)
 
 
@@ -93,13 +94,14 @@ def test_parts_of_interleaved_stages_send_round_the_ring() -> None:
             assert len({block // 3 for block in blocks}) <= 1
 
 
-@pytest.mark.parametrize("model", ["gpt2", "tiny-gpt2", "llama-3.2-1b", "llama-2-7b"])
+@pytest.mark.parametrize("model", ["gpt2", "tiny-gpt2", "llama-3.2-1b", "llama-2-7b", "bert-base", "vit-b-16"])
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_the_parts_are_the_model(model: str, checkpointing: bool) -> None:
     """Each block, table and flop is in one stage, and each stage ends with the bytes with which it began."""
-    whole = workload_of(model_entry(model), batch=2, sequence=64, checkpointing=checkpointing)
+    tokens = 197 if model == "vit-b-16" else 64
+    whole = workload_of(model_entry(model), batch=2, sequence=tokens, checkpointing=checkpointing)
     parts = [stage(model, r, 2, 1, checkpointing=checkpointing) for r in range(2)]
-    names = [t.name for w in parts for t in w.tensors]
+    names = [t.name for w in parts for t in w.tensors if t.tied_to is None]
     assert sorted(names) == sorted(t.name for t in whole.tensors if t.tied_to is None)
     assert sum(w.flops for w in parts) == whole.flops
     assert [w.moments[0].start_bytes - w.moments[-1].end_bytes for w in parts] == [0, 0]
@@ -221,7 +223,8 @@ class TestTensorParallel:
         entry = model_entry("deepseek-v3")
         whole, part, split = (
             stage_of(
-                entry, Stage(layers=range(2), tensor=t, sequence=sequence), batch=2, sequence=64, kernels=kernels, **axes
+                entry, Stage(layers=range(2), tensor=t, sequence=sequence), batch=2, sequence=64, kernels=kernels,
+                **axes,
             )[0]
             for t, sequence in ((1, False), (2, False), (2, True))
         )  # fmt: skip
@@ -285,6 +288,45 @@ class TestTensorParallel:
                 w, _ = stage_of(model_entry("gpt2"), part, batch=2, sequence=64, dropout=rate, **axes)
                 starts.append(next(m.start_bytes for m in w.moments if m.name == "begin:transformer.h.0.ln_1"))
             assert starts[1] - starts[0] == 2 * 64 * 768 // (t if sequence else 1)
+
+    @pytest.mark.parametrize("checkpointing", [True, False])
+    @pytest.mark.parametrize("model", ["bert-base", "vit-b-16"])
+    def test_encoders_are_split_as_decoders_are(self, model: str, checkpointing: bool) -> None:
+        """Of 12 layers of 768: four sums each, and those of the recompute, of which a ViT needs the attention's alone;
+        with sequence parallelism a scatter each, and a gather for each product's input, in backward too. A BERT sums
+        its embedding, the gradient of its head, and its softmax. Whole are norms, biases of what is summed, positions,
+        the classifier, and the head's transform, of 768 x 768."""
+        entry = model_entry(model)
+        bert, tokens = model == "bert-base", 64 if model == "bert-base" else 197
+        u = 2 * tokens * 768 * 2
+        one, two, four = (
+            stage_of(
+                entry, Stage(layers=range(12), tensor=t), batch=2, sequence=tokens, checkpointing=checkpointing,
+                attention="math",
+            )[0]
+            for t in (1, 2, 4)
+        )  # fmt: skip
+        sums = [row for m in four.moments for row in m.collectives if row[2] == u]
+        again = (2 if bert else 1) if checkpointing else 0
+        assert sums == [("all_reduce", "tensor", u)] * (12 * (4 + again) + 2 * bert)
+        assert [w.moments[0].start_bytes - w.moments[-1].end_bytes for w in (one, two, four)] == [0, 0, 0]
+        not_split = 3 * 2 * tokens * 768**2 if bert else 2 * 2 * 196 * 768**2 + 3 * 2 * 768 * 1000
+        assert 2 * two.flops == one.flops + 2 * not_split
+        blocks = 12 * (2 * 768 + 4 * 768)  # two biases, two norms
+        tables = (512 + 2) * 768 + 2 * 768 if bert else (1 + 197) * 768 + (3 * 16**2 + 1) * 768
+        outside = tables + (768 * 768 + 768 if bert else 768 * 1000 + 1000) + 2 * 768
+        padding = 2 * -(-entry.vocab // 2) - entry.vocab
+        assert 2 * two.params - one.params == blocks + outside + padding * 769
+        if bert:
+            split, _ = stage_of(
+                entry, Stage(layers=range(12), tensor=4, sequence=True), batch=2, sequence=tokens,
+                checkpointing=checkpointing, attention="math",
+            )  # fmt: skip
+            assert split.moments[0].start_bytes == split.moments[-1].end_bytes
+            padded = 4 * -(-entry.vocab // 4) - entry.vocab
+            assert 4 * split.flops == one.flops + 3 * 2 * 2 * tokens * 768 * padded
+            rows = Counter(what for m in split.moments for what, _, size in m.collectives if size == u)
+            assert rows == {"reduce_scatter": len(sums), "all_gather": 12 * (6 + again) + 3}
 
     @pytest.mark.parametrize(
         ("stage", "axes", "message"),
@@ -452,11 +494,6 @@ class TestExperts:
 def test_a_stage_has_an_order_of_its_own() -> None:
     w = stage("gpt2", 0, 2, 4)
     assert w.order is Order.PIPELINED and w.relayed and w.micro_batches == 4
-
-
-def test_families_that_are_not_cut_say_so() -> None:
-    with pytest.raises(ModelError, match="presets of the families gpt and llama are cut into stages"):
-        stage_of(model_entry("bert-base"), Stage(layers=range(6), last=False), batch=1, sequence=64)
 
 
 class TestParallelism:

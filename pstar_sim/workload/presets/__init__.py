@@ -61,8 +61,6 @@ _WRITERS: dict[str, Callable[[Tape, Shape], None]] = {
     "bert": write_bert,
     "vit": write_vit,
 }
-CUT = ("gpt", "llama")
-"""Families that are written stage by stage of a pipeline."""
 _EVERY = "every-([1-9][0-9]{0,3})"
 
 
@@ -147,12 +145,8 @@ def stage_of(
     model: str | None = None,
     **given: Unpack[AxesGiven],
 ) -> tuple[Workload, Sequence[Crossing]]:
-    """One micro-batch of a part of a model, and what crosses its borders. Raises ModelError, also for less than
-    all of a family that is not cut."""
+    """One micro-batch of a part of a model, and what crosses its borders. Raises ModelError."""
     name = model or entry.name
-    if entry.family not in CUT and stage != Stage(layers=range(entry.layers)):
-        want = f"presets of the families {' and '.join(CUT)} are cut into stages"
-        raise _refusal(name, "family", entry.family, want)
     _check_experts(entry, name, stage)
     if not stage.whole and (lora := given.get("lora")) is not None:
         _check_adapter(entry, adapter(lora))
@@ -162,11 +156,11 @@ def stage_of(
 @cache
 def _check_adapter(entry: ModelEntry, lora: Adapter) -> None:
     """On the whole model: a part need not have what the adapter names."""
-    workload_of(entry, batch=1, sequence=1, lora=lora)
+    workload_of(entry, batch=1, sequence=entry.max_seq, lora=lora)
 
 
 def _share_of(entry: ModelEntry, model: str, ranks: int) -> ModelEntry:
-    """Heads, widths of feed-forward layers and experts, and vocabulary divided by the ranks. Raises ModelError, with
+    """Heads, widths and vocabulary divided by the ranks. Raises ModelError, with
     the nearest number that works."""
     if ranks == 1:
         return entry
@@ -252,7 +246,7 @@ def _written(
         _check_products(refuse, axes)
     axes = replace(axes, dropout=_dropped(refuse, entry, axes))
     if stage is not None and stage.sequence:
-        _check_sequence_split(refuse, stage.tensor, sequence, axes)
+        _check_sequence_split(refuse, entry, stage.tensor, sequence, axes)
     if not axes.early_stop and entry.family not in ("gpt", "llama"):
         raise refuse("early_stop", axes.early_stop, "only a gpt or llama can leave it out")
     share = entry if stage is None else _share_of(entry, name, stage.tensor)
@@ -392,7 +386,7 @@ def _dropped(refuse: Callable[[str, object, str], ModelError], entry: ModelEntry
 
 
 def _check_sequence_split(
-    refuse: Callable[[str, object, str], ModelError], ranks: int, sequence: int, axes: Axes
+    refuse: Callable[[str, object, str], ModelError], entry: ModelEntry, ranks: int, sequence: int, axes: Axes
 ) -> None:
     if ranks == 1:
         raise refuse("sp", True, "the ranks of tp split the sequence; give tp of 2 or more, or leave sp out")
@@ -400,7 +394,8 @@ def _check_sequence_split(
         raise refuse("sp", True, "sequence parallelism is written for weights in 16 bits; leave the autocast or sp out")
     if sequence % ranks:
         best = sequence - sequence % ranks or ranks
-        raise refuse("sequence", sequence, f"{ranks} ranks split it (sp); {best} would do, or leave sp out")
+        hint = f"{best} would do, or leave sp out" if entry.takes(best) else "leave sp out"
+        raise refuse("sequence", sequence, f"{ranks} ranks split it (sp); {hint}")
 
 
 def _part_of_sequence(

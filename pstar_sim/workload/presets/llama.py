@@ -171,7 +171,7 @@ class _LayerWriter:
 
     def backward(self, i: int, kept: int) -> None:
         """From the gradient of layer i's output (1 u) to that of its input."""
-        t, s, u, v, r, norms = self.t, self.s, self.u, self.v, self.r, self.norms
+        t, s, v, r, norms = self.t, self.s, self.v, self.r, self.norms
         block = f"model.layers.{i}"
         first, behind, second, last = self._names(i)
         if self.post:

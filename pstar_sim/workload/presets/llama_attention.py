@@ -113,8 +113,8 @@ class GroupedAttention:
 class LatentAttention:
     """Multi-head latent attention: narrow queries, keys and values, normed and then widened (DeepSeek-V3).
 
-    [Note: narrow projections] Ranks that split heads each have these projections whole, and sum the gradients of what
-    they make; with sequence parallelism each makes them of its tokens, and gathers the narrow ones.
+    [Note: narrow projections] Ranks that split heads each have these whole, and sum gradients of their outputs; with
+    sequence parallelism each makes those of its tokens, and gathers them.
     Source: Megatron-LM, core/transformer/multi_latent_attention.py.
     """
 

@@ -371,14 +371,19 @@ def last_product_again(t: Tape, s: Shape, u: int, f: int) -> None:
     t.op(summed + mask, dead=v + summed, read=2 * summed)
 
 
-def separate_qkv_backward(t: Tape, s: Shape, module: str, order: tuple[str, str, str], u: int) -> None:
-    """Three projections of one input: from three gradients (3 u) to their input's (1 u; fp32 under autocast)."""
+def separate_qkv_backward(t: Tape, s: Shape, module: str, order: tuple[str, str, str], q: int) -> None:
+    """From gradients of three projections (3 q) to their input's (fp32 under autocast)."""
     h = s.model.hidden
+    u = s.tokens * h * t.width
     summed, copied = (s.tokens * h * t.wide, u) if s.casts else (u, 0)
     t.open("grad", f"{module}.{order[0]}", Phase.BWD, [n for x in order for n in linear(f"{module}.{x}")])
+    gathered = t.gather(u)
+    product = s.product(h, s.attention_width)
     for k, x in enumerate(order):
         names = linear(f"{module}.{x}")
-        t.linear_backward(names, grad_in=u, grad_out=u, saved=u, product=s.product(h, h), dead=u + copied)
+        t.linear_backward(names, grad_in=u, grad_out=q, saved=u, product=product, dead=q + copied)
         t.op(s.casts * summed, dead=copied, read=copied)
         if k:
             t.op(summed, dead=2 * summed, read=2 * summed)
+    t.op(dead=gathered)
+    t.reduce(u)
