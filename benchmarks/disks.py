@@ -22,7 +22,7 @@ from executor.measuring.rates import measure_virtual_machine
 from executor.run import TrainingJob
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.core.plan import Settings
-from pstar_sim.core.step import Queue
+from pstar_sim.core.step import DISK_QUEUES, Queue
 from pstar_sim.core.timeline import Span
 from pstar_sim.planner.compare import play_plan
 from pstar_sim.policy.registry import find_policy
@@ -41,7 +41,7 @@ def hidden_share(spans: Iterable[Span]) -> float:
     """The share of the seconds of the disks in which a moment computes, too."""
     rows = sorted(spans, key=lambda span: span.start_s)
     computing = [(span.start_s, span.end_s) for span in rows if span.queue is Queue.COMPUTE]
-    disks = [(span.start_s, span.end_s) for span in rows if span.queue is Queue.NVME]
+    disks = [(span.start_s, span.end_s) for span in rows if span.queue in DISK_QUEUES]
     both_s = sum(max(0.0, min(d[1], c[1]) - max(d[0], c[0])) for d in disks for c in computing)
     return both_s / sum(end - start for start, end in disks)
 
@@ -61,12 +61,7 @@ def measure(folder: Path) -> list[dict[str, object]]:
     machine = replace(
         rates,
         host=replace(rates.host, memory_bytes=rates.host.reserved_bytes + round(params * (1 + 3 * SHARE))),
-        nvme=replace(
-            nvme,
-            read_bytes_per_s=on_disk.usual.read_bytes_per_s,
-            write_bytes_per_s=on_disk.usual.write_bytes_per_s,
-            latency_s=on_disk.latency_s,
-        ),
+        nvme=replace(nvme, **on_disk.figures),
     )
     plans = {policy: find_policy(policy)(workload, machine, Settings(clip=True)) for policy in POLICIES}
     predicted = {policy: play_plan(plan) for policy, plan in plans.items()}

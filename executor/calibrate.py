@@ -17,7 +17,7 @@ import torch
 
 from executor.calibration import compute, copies, host, shapes, together, wire
 from executor.calibration.bench import Bench, Effort
-from executor.calibration.folders import folder_rates
+from executor.calibration.folders import FolderRates, folder_rates
 from executor.calibration.measured_device import Device, VirtualDevice, open_device
 from executor.disks.folders import DiskFolders
 from executor.recording import moment_costs
@@ -51,7 +51,7 @@ class Findings:
     updates: rule -> its parameters/s over AdamW's.
     network: (backend, curve of bytes/s over the bytes of a collective, latency in s).
     numa: NUMA nodes: (of the cores that this process may use, of the machine); None: not known.
-    disks: (read, write, bytes of the disk, latency in s).
+    disks: (rates, bytes of the disk).
     taken_by_others: share of processor time that other programs had.
     """
 
@@ -69,7 +69,7 @@ class Findings:
     dram_bytes_per_s: float = 0.0
     network: tuple[str, Curve, float] | None = None
     numa: tuple[int, int] | None = None
-    disks: tuple[float, float, int, float] | None = None
+    disks: tuple[FolderRates, int] | None = None
     slowdowns: dict[str, float] = field(default_factory=dict)
     updates: dict[str, float] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
@@ -166,8 +166,7 @@ def measure(
         except DiskError as error:
             found.skipped.append(f"disk: {error}")
         else:
-            read, write = rates.usual.read_bytes_per_s, rates.usual.write_bytes_per_s
-            found.disks = read, write, shutil.disk_usage(folder).total, rates.latency_s
+            found.disks = rates, shutil.disk_usage(folder).total
 
     def network() -> None:
         answer = wire.collective_rates()
@@ -332,13 +331,11 @@ def machine_of(
             table=curve,
         )
     if found.disks is not None:
-        read, write, size, latency_s = found.disks
+        rates, size = found.disks
         nvme = Nvme(
             name=f"{name}-disk",
             memory_bytes=size,
-            read_bytes_per_s=read,
-            write_bytes_per_s=write,
-            latency_s=latency_s,
+            **rates.figures,
             measured=True,
             source=origin,
         )

@@ -637,6 +637,7 @@ class CostModel:
             duplex=machine.link.duplex,
             slowdowns=slowdowns if measured else {},
             compute_while_net=1.0 if measured and slowdowns else machine.compute_while_net,
+            disks=None if machine.nvme is None else machine.nvme.beside,
         )
 
     @cached_property

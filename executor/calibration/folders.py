@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,6 +45,17 @@ class FolderRates:
     usual: DiskPoint
     together: tuple[float, float]
     latency_s: float
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Of `Nvme`."""
+        return {
+            "read_bytes_per_s": self.usual.read_bytes_per_s,
+            "write_bytes_per_s": self.usual.write_bytes_per_s,
+            "read_beside_bytes_per_s": self.together[0],
+            "write_beside_bytes_per_s": self.together[1],
+            "latency_s": self.latency_s,
+        }
 
 
 def folder_rates(
@@ -88,10 +102,10 @@ def _point(store: DiskStore[tuple[int, int]], threads: int, size: int, clock: Ca
     return DiskPoint(threads, size, _rate(store.read, size, clock), write)
 
 
-def _rate(move: Move, size: int, clock: Callable[[], float], lists: Sequence[int] = range(_LISTS)) -> float:
+def _rate(move: Move, size: int, clock: Callable[[], float]) -> float:
     memory = torch.randint(0, 256, (size,), dtype=torch.uint8)
     seconds: list[float] = []
-    for number in lists:
+    for number in range(_LISTS):
         if sum(seconds) < _LONGEST_S or not seconds:
             begun_s = clock()
             move((size, number), memory)
@@ -100,11 +114,24 @@ def _rate(move: Move, size: int, clock: Callable[[], float], lists: Sequence[int
 
 
 def _together(store: DiskStore[tuple[int, int]], clock: Callable[[], float]) -> tuple[float, float]:
-    """Bytes/s of reads of half of the lists while others are written."""
+    """Bytes/s of reads of half of the lists while others are written, until both have done half of the lists."""
     size, half = SIZES[-1], _LISTS // 2
-    written: list[float] = []
-    writer = threading.Thread(target=lambda: written.append(_rate(store.write, size, clock, range(half))))
-    writer.start()
-    read = _rate(store.read, size, clock, range(half, _LISTS))
-    writer.join()
-    return read, written[0]
+    halves = {"read": range(half, _LISTS), "write": range(half)}
+    seconds: dict[str, list[float]] = {name: [] for name in halves}
+
+    def move(name: str, call: Move) -> None:
+        memory = torch.randint(0, 256, (size,), dtype=torch.uint8)
+        both_begin.wait()
+        for number in itertools.cycle(halves[name]):
+            begun_s = clock()
+            call((size, number), memory)
+            seconds[name].append(clock() - begun_s)
+            if min(map(len, seconds.values())) >= half:
+                return
+
+    both_begin = threading.Barrier(2)
+    with ThreadPoolExecutor(2) as threads:
+        for one in [threads.submit(move, name, getattr(store, name)) for name in halves]:
+            one.result()
+    read, write = (size / max(statistics.median(each), 1e-9) for each in seconds.values())
+    return read, write

@@ -20,7 +20,7 @@ import torch
 
 from executor.devices.copied import Copied
 from executor.devices.cuda_blocks import check_no_capture
-from pstar_sim.core.step import Queue
+from pstar_sim.core.step import DISK_QUEUES, Queue
 
 _SIDE = (Queue.H2D, Queue.D2H, Queue.NET, Queue.ADAM)
 _REBASE_S = 10.0
@@ -40,7 +40,7 @@ class _Zero:
 class CudaStreams:
     """The streams of one CUDA device. `backend.StreamBackend` describes the methods."""
 
-    host_queues = frozenset({Queue.ADAM, Queue.NVME})
+    host_queues = frozenset({Queue.ADAM, *DISK_QUEUES})
 
     def __init__(self, device: torch.device, *, adam_threads: int) -> None:
         self.device = device

@@ -17,7 +17,7 @@ import torch
 
 from executor.devices.backend import StreamBackend, VirtualBackend
 from executor.devices.gate import Gate
-from pstar_sim.core.step import Queue
+from pstar_sim.core.step import DISK_QUEUES, Queue
 from pstar_sim.errors import PlanError
 
 _STREAMS = (Queue.H2D, Queue.D2H, Queue.NET)
@@ -93,7 +93,7 @@ class VirtualStreams(VirtualBackend):
     """
 
     name = "virtual streams"
-    host_queues = frozenset({Queue.ADAM, Queue.NVME})
+    host_queues = frozenset({Queue.ADAM, *DISK_QUEUES})
 
     def __init__(
         self,

@@ -74,7 +74,7 @@ class _File:
 
 
 class DiskStore(Generic[Key]):
-    """One plan's payloads, moved by one thread at a time.
+    """One plan's payloads. One thread reads while another writes, of other payloads.
 
     sizes: key -> bytes, zeros until written.
     named: key -> words for messages.

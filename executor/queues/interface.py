@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.program import NO_STEPS, Program
-from pstar_sim.core.step import Queue
+from pstar_sim.core.step import DISK_QUEUES, Queue
 from pstar_sim.errors import OutOfMemory, PlanError
 
 if TYPE_CHECKING:
     from executor.memory.byte_log import ByteChange
     from executor.queues.logs import IterationLog, StepLog
 
-SIDE_QUEUES = (Queue.H2D, Queue.D2H, Queue.ADAM, Queue.NET, Queue.NVME)
+SIDE_QUEUES = (Queue.H2D, Queue.D2H, Queue.ADAM, Queue.NET, *DISK_QUEUES)
 """The queues besides compute."""
 
 

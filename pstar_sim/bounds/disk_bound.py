@@ -4,7 +4,7 @@
 list or, of as many bytes, the last gradient behind it. Between its gradients, the sum of those that it has is there too
 (one of them may wait as it is). GPU and host have room for what the tide leaves of one and for the other's budget. The
 remaining bytes are on the disks alone. The update changes them, or they are gradients of this iteration: all are read
-from the disks and written to them once per iteration. Reads and writes take turns. The moment with most of them counts.
+from the disks and written to them once per iteration, as fast as `Nvme.least_s`. The moment with most of them counts.
 
 Behind a barrier, all states and gradients are somewhere when the last moment ends, and no update has begun. What GPU
 and host then have no room for is read afterwards. Of the chunks first read up to moment f, the updates end before the
@@ -40,16 +40,18 @@ def disk_bound_s(w: Workload, layout: Layout, cost: CostModel, *, barrier: bool)
     sums = _sums_bytes(facts, working)
     room = machine.gpu_budget_bytes + machine.host_budget_bytes - np.array([m.peak_bytes for m in w.moments])
     read_s, write_s = (machine.local_ranks / r for r in (machine.nvme.read_bytes_per_s, machine.nvme.write_bytes_per_s))
-    seconds = float((lists.sum() + _waiting_bytes(facts, sums) - room).max()) * (read_s + write_s)
+    most = max(0.0, float((lists.sum() + _waiting_bytes(facts, sums) - room).max()))
+    seconds = machine.nvme.least_s(most * read_s, most * write_s)
     if barrier:
         first = np.array([facts.reads[c][0] for c in facts.trained])
         clock = np.concatenate(([0.0], np.cumsum(cost.moments_s)))
         inside = Inside(first)
         old = inside.sums(lists - working + sums[:, -1]) - room[-1]
         new = inside.sums(lists) - room[first]
-        moved_s = np.maximum(0.0, old) * read_s + np.maximum(0.0, new) * write_s
+        moves_s = zip(np.maximum(0.0, old) * read_s, np.maximum(0.0, new) * write_s)
+        moved_s = np.array([machine.nvme.least_s(float(before), float(behind)) for before, behind in moves_s])
         seconds = max(seconds, float((clock[-1] - clock[first] + moved_s)[moved_s > 0].max(initial=0.0)))
-    return max(0.0, seconds)
+    return seconds
 
 
 def _sums_bytes(facts: Facts, working: Array) -> Array:

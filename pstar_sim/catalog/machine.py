@@ -405,8 +405,12 @@ class Group:
 class Nvme:
     """The solid-state disks of one node, all together.
 
-    read_bytes_per_s: effective rate of large sequential reads.
-    write_bytes_per_s: effective rate of large sequential writes.
+    [Note: reads beside writes] Where the shares r and w of their rates that reads and writes get together are more than
+    1, plans have them in two queues. Reads of R seconds and writes of W, alone, then take R + W - (r + w - 1) * b, with
+    b seconds of both, at most R / r and W / w.
+
+    read_bytes_per_s, write_bytes_per_s: effective, of large sequential accesses.
+    read_beside_bytes_per_s, write_beside_bytes_per_s: of both together; None: not known.
     life_bytes: bytes that may be written before the disks wear out, by the maker's rating; None: not known.
     """
 
@@ -460,9 +464,49 @@ class Nvme:
             path="life",
         ),
     ] = None
+    read_beside_bytes_per_s: Annotated[
+        float | None,
+        Figure(
+            "read_beside_gb_per_s",
+            LinkRate,
+            "large reads while others are written, as measured",
+            None,
+            "measured",
+            path="read_beside",
+            calibrated="large reads while others are written",
+        ),
+    ] = None
+    write_beside_bytes_per_s: Annotated[
+        float | None,
+        Figure(
+            "write_beside_gb_per_s",
+            LinkRate,
+            "large writes while others are read, as measured",
+            None,
+            "measured",
+            path="write_beside",
+            calibrated="large writes while others are read",
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         _check("set of disks", self)
+
+    @property
+    def beside(self) -> tuple[float, float] | None:
+        """Shares of their rates that a read and a write get together; None where turns are not known to be slower."""
+        if self.read_beside_bytes_per_s is None or self.write_beside_bytes_per_s is None:
+            return None
+        read = min(1.0, self.read_beside_bytes_per_s / self.read_bytes_per_s)
+        write = min(1.0, self.write_beside_bytes_per_s / self.write_bytes_per_s)
+        return (read, write) if read + write > 1 else None
+
+    def least_s(self, read_s: float, write_s: float) -> float:
+        """[Note: reads beside writes]"""
+        if self.beside is None:
+            return read_s + write_s
+        read, write = self.beside
+        return read_s + write_s - (read + write - 1) * min(read_s / read, write_s / write)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -112,9 +112,7 @@ def _disks(folders: tuple[str, ...], base: str, path: str, *, as_json: bool) -> 
         nvme=replace(
             known.nvme,
             name=f"{Path(path).stem}-disks",
-            read_bytes_per_s=rates.usual.read_bytes_per_s,
-            write_bytes_per_s=rates.usual.write_bytes_per_s,
-            latency_s=rates.latency_s,
+            **rates.figures,
             measured=True,
             source=f"pstar calibrate --disks {','.join(folders)}",
         ),

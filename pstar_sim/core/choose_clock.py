@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from pstar_sim.core.choose_columns import COMPUTE, D2H, H2D, NET, Columns
+from pstar_sim.core.choose_columns import COMPUTE, D2H, H2D, NET, QUEUES, Columns
 from pstar_sim.core.rules import Rates
 
 _Kept = tuple[float, float, bool, list[int], list[tuple[float, float, float, float]]]
@@ -91,7 +91,7 @@ class Clock:
         sharing = [q for q, demand in zip(self._columns.on_dram, together) if demand >= 0.0]
         copies = [q in (H2D, D2H) for q in sharing]
         demands = [demand for demand in together if demand >= 0.0]
-        return [*zip(sharing, self._rates.speeds((), demands, copies, ())[0])]
+        return [*zip(sharing, self._rates.speeds([QUEUES[q] for q in sharing], demands, copies, ())[0])]
 
     def pass_over(self, entries: Sequence[int]) -> bool:
         """Whether the steps of these entries end in that order."""

@@ -13,7 +13,7 @@ from pstar_sim.core.draft import Draft, DraftRow
 from pstar_sim.core.rules import StepCosts
 from pstar_sim.core.step import Queue
 
-COMPUTE, H2D, D2H, ADAM, NET, NVME, SEND, RECEIVE = range(8)
+COMPUTE, H2D, D2H, ADAM, NET, NVME, NVME_WRITE, SEND, RECEIVE = range(9)
 _INDEX = {
     Queue.COMPUTE: COMPUTE,
     Queue.H2D: H2D,
@@ -21,9 +21,11 @@ _INDEX = {
     Queue.ADAM: ADAM,
     Queue.NET: NET,
     Queue.NVME: NVME,
+    Queue.NVME_WRITE: NVME_WRITE,
     Queue.SEND: SEND,
     Queue.RECEIVE: RECEIVE,
 }
+QUEUES = tuple(_INDEX)
 
 
 class Columns:
@@ -68,8 +70,9 @@ class Columns:
         self._link(rows, op_of)
         self._sort(rows, [i for i, op in enumerate(op_of) if i == op])
         self._look_ahead()
-        self.on_dram = (H2D, D2H, ADAM, NVME) if self.queues > NVME else (H2D, D2H, ADAM)
+        self.on_dram = tuple(q for q in (H2D, D2H, ADAM, NVME, NVME_WRITE) if q < self.queues)
         self.shared = draft.rates.may_be_short(self.queue_of, StepCosts(self.seconds, dram_bytes, ()))
+        self.shared = self.shared or NVME_WRITE in self.queue_of
         self.demand = [
             size / seconds if size and seconds > 0.0 else 0.0 for size, seconds in zip(dram_bytes, self.seconds)
         ]

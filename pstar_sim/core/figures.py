@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
 
-BINDS_NAMES = {"adam": "CPU Adam", "barrier": "CPU Adam", "dram": "host DRAM", "net": "collectives", "nvme": "disks"}
+BINDS_NAMES = {
+    "adam": "CPU Adam",
+    "barrier": "CPU Adam",
+    "dram": "host DRAM",
+    "net": "collectives",
+    "nvme": "disks",
+    "nvme_write": "writes to disks",
+}
 """Resource that binds -> its short name. A resource that is missing here has the name that plans use. Behind a barrier
 CPU Adam binds, too: answers that do not know the cost of the barrier cannot tell the two apart."""
 BINDS_WORDS = BINDS_NAMES | {"h2d": "copies to the GPU", "d2h": "copies to the host"}

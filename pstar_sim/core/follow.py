@@ -149,7 +149,7 @@ class _Follower:
     def __init__(self, program: Program, costs: StepCosts, rates: Rates, *, jitter: bool, most: int) -> None:
         self.program, self.costs, self.rates = program, costs, rates
         self.over = False
-        self.shared = rates.may_be_short(program.queue_of, costs, jitter=jitter)
+        self.shared = rates.may_be_short(program.queue_of, costs, jitter=jitter) or Queue.NVME_WRITE in program.queues
         self.record = Record.empty(program, most, shared=self.shared)
         self.names = [queue.value for queue in program.queues]
         self.heap: list[tuple[float, int, int, int]] = []

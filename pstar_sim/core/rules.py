@@ -1,11 +1,12 @@
 """The rules by which queues run at the same time: shared rates, and when a run is steady.
 
 [Note: shared rates] A copy or a CPU Adam alone progresses at speed 1 (nominal seconds per second). On a half-duplex
-link, concurrent h2d and d2h get half each. If steps together want more bytes per second than host DRAM has, all slow
-down by the same factor: DRAM bandwidth / sum of demands. A demand is DRAM bytes over nominal seconds, at the speed on
-the link. On a calibrated machine steps also slow each other by measured factors (`Machine.slowdowns`), to 1 / their
-product. A step busy for a part `duty` of its time (a copy over a throttled link) counts by that part, and is slowed
-only if its busy part outgrows the rest. Both rules describe one shortage, so the lower speed holds.
+link, concurrent h2d and d2h get half each; reads and writes of disks together, `Rates.disks`. If steps together want
+more bytes per second than host DRAM has, all slow down by the same factor: DRAM bandwidth / sum of demands. A demand is
+DRAM bytes over nominal seconds, at the speed on the link. On a calibrated machine steps also slow each other by
+measured factors (`Machine.slowdowns`), to 1 / their product. A step busy for a part `duty` of its time (a copy over a
+throttled link) counts by that part, and is slowed only if its busy part outgrows the rest. Both rules describe one
+shortage, so the lower speed holds.
 
 [Note: compute beside collectives] Compute takes `Rates.compute_while_net` times as long while a collective runs, by the
 framework (`Framework.net_loss`); on a calibrated machine this is one of the factors above.
@@ -26,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pstar_sim.core.program import Program
+from pstar_sim.core.step import DISK_QUEUES
 
 TOLERANCE = 1e-9
 
@@ -47,12 +49,14 @@ class Rates:
     duplex: whether the link copies both ways at full speed at once.
     slowdowns: "A_while_B" -> factor on queue A's step while one of queue B runs.
     compute_while_net: where none is measured: [Note: compute beside collectives].
+    disks: speeds of a read and a write that run together.
     """
 
     dram_bytes_per_s: float
     duplex: bool = True
     slowdowns: Mapping[str, float] = field(default_factory=dict)
     compute_while_net: float = 1.0
+    disks: tuple[float, float] | None = None
 
     def may_be_short(self, queue_of: Sequence[int], costs: StepCosts, *, jitter: bool = False) -> bool:
         """Else shared rates need not be computed.
@@ -83,11 +87,14 @@ class Rates:
 
         demands: DRAM bytes per second. copies: crosses the link.
         """
-        if self.duplex and not self.slowdowns:  # all steps are alike
+        if self.duplex and not self.slowdowns and self.disks is None:  # all steps are alike
             share = self.share_of_dram(sum(demands))
             return [share] * len(demands), share
         halved = 0.5 if sum(copies) > 1 and not self.duplex else 1.0
         on_link = [halved if copy else 1.0 for copy in copies]
+        if self.disks is not None and all(queue in queues for queue in DISK_QUEUES):
+            for queue, speed in zip(DISK_QUEUES, self.disks):
+                on_link[queues.index(queue)] = speed
         share = self.share_of_dram(sum(demand * speed for demand, speed in zip(demands, on_link)))
         if not self.slowdowns:
             return [share * speed for speed in on_link], share

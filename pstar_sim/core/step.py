@@ -61,6 +61,7 @@ class Queue(StrEnum):
     ADAM = "adam"
     NET = "net"
     NVME = "nvme"
+    NVME_WRITE = "nvme_write"
     SEND = "send"
     RECEIVE = "receive"
 
@@ -109,6 +110,9 @@ COPIES = frozenset(kind for kind, route in ROUTES.items() if route in ("h2d", "d
 """Kinds that cross the link between host and gpu."""
 
 DISK_COPIES = frozenset({Kind.NVME_READ, Kind.NVME_WRITE})
+
+DISK_QUEUES = (Queue.NVME, Queue.NVME_WRITE)
+"""The second has writes beside reads: [Note: reads beside writes] in machine.py."""
 
 COUNTED = frozenset(ROUTES[kind] for kind in COPIES | DISK_COPIES)
 """Routes of copies that the executor counts where it makes them."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from pstar_sim.core.timeline import Timeline
 
-BINDS = ("compute", "adam", "h2d", "d2h", "dram", "barrier", "net", "nvme", "send", "receive", "stages")
+BINDS = ("compute", "adam", "h2d", "d2h", "dram", "barrier", "net", "nvme", "nvme_write", "send", "receive", "stages")
 
 COMPUTE_BOUND_STALL = 0.02
 """Below this share of the iteration in stalls, the accelerator counts as always busy."""

@@ -14,10 +14,9 @@ If a plan takes too much, the policy plans for a host with less memory (`with_ro
 
 [Note: less of the host, more on disks] With disks, the smallest plan is that for the least memory for which the policy
 plans at all, which its refusals name. If it has no room, none has, and its need is the answer. If it has, plans made
-without a search (ANY_PLAN) look for the most memory with room: what the last left over is added, or the interval is
-halved, until 1 / 2 ** CLOSE of the host is left or HALVES plans are made. The policy searches for that memory alone,
-with the chunk size that pinning rounds up least, because disks move what rounding keeps off the host. Its need without
-disks is no answer there.
+without a search (ANY_PLAN) look for the most memory with room, until 1 / 2 ** CLOSE of the host is left or HALVES plans
+are made. The policy searches for that memory alone, with the chunk size that pinning rounds up least, because disks
+move what rounding keeps off the host.
 
 [Note: payloads that pass through the host] A plan that uses disks needs slabs for the payloads that never leave the
 host and, for those that pass through it, the pool of core/slabs.py, to which the executor adds rooms where the disks

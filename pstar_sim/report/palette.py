@@ -55,6 +55,7 @@ BINDS = {
     "barrier": VERMILION,
     "net": YELLOW,
     "nvme": WINE,
+    "nvme_write": WINE,
     "send": GREY,
     "receive": GREY,
     "stages": GREY,
@@ -68,6 +69,7 @@ QUEUE_NAMES = {
     Queue.ADAM: "CPU Adam",
     Queue.NET: "collectives",
     Queue.NVME: "disks",
+    Queue.NVME_WRITE: "writes to disks",
     Queue.SEND: "sends",
     Queue.RECEIVE: "receives",
 }
@@ -79,6 +81,7 @@ WAITS = {
     "d2h": ORANGE,
     "net": SKY,
     "nvme": VERMILION,
+    "nvme_write": VERMILION,
     "barrier": WINE,
     "dram": YELLOW,
     "compute": GREY,

@@ -22,6 +22,7 @@ _LANES = {
     Queue.ADAM: "CPU Adam",
     Queue.NET: "collectives",
     Queue.NVME: "NVMe",
+    Queue.NVME_WRITE: "NVMe writes",
     Queue.SEND: "sends",
     Queue.RECEIVE: "receives",
 }

@@ -25,7 +25,7 @@ from pstar_sim.core.plan import Plan
 from pstar_sim.core.plan_set import PlanSet
 from pstar_sim.core.program import Program
 from pstar_sim.core.rules import Rates
-from pstar_sim.core.step import COPIES, PAGEABLE, ROUTES, Kind, Queue, Step
+from pstar_sim.core.step import COPIES, DISK_QUEUES, PAGEABLE, ROUTES, Kind, Queue, Step
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import CostModel, expected_link
 from pstar_sim.errors import PlanError, PstarError
@@ -245,7 +245,8 @@ class _RankRun:
         self.moves = Moves(plan)
         self.costs = cost.step_costs(plan)
         self.record = Record.empty(program, max_iterations, shared=True)
-        self.slow = cost.rates(measured=False).compute_while_net
+        rates = cost.rates(measured=False)
+        self.slow, self.disks = rates.compute_while_net, rates.disks
         self.meetings = meetings
         self.wire_s = [_wire_s(step, cost) for step in plan.steps]
         self.done = [-1] * len(program.ids)  # last iteration in which the step ended
@@ -413,11 +414,15 @@ class _Node:
 
     def _on_links(self) -> list[float]:
         copying = Counter(id(t.rank) for t in self._tasks if t.wire_s)
+        moving = {(t.rank, t.step.queue) for t in self._tasks}
         speeds: list[float] = []
         through: dict[tuple[Hashable, Kind], list[int]] = defaultdict(list)
         for n, t in enumerate(self._tasks):
             half = t.wire_s and copying[id(t.rank)] > 1 and not t.rank.rank.link.duplex
             speeds.append(0.5 if half else 1.0)
+            if t.step.queue in DISK_QUEUES and t.rank.disks is not None:
+                if all((t.rank, queue) in moving for queue in DISK_QUEUES):
+                    speeds[-1] = t.rank.disks[DISK_QUEUES.index(t.step.queue)]
             if t.wire_s and t.rank.share.root is not None:
                 through[t.rank.share.root, t.step.kind].append(n)
         if self.root_bytes_per_s is None:

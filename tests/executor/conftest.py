@@ -62,6 +62,8 @@ DISKS = Nvme(
     name="test", memory_bytes=10**9, read_bytes_per_s=2e9, write_bytes_per_s=1e9, latency_s=1e-4, measured=False,
     source="test",
 )  # fmt: skip
+BESIDE = replace(DISKS, read_beside_bytes_per_s=1.6e9, write_beside_bytes_per_s=0.8e9)
+"""Reads and writes run at the same time."""
 
 
 class Mlp(nn.Module):

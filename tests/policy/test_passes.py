@@ -15,6 +15,7 @@ from pstar_sim.core.effects import tide_at_cut
 from pstar_sim.core.ledger import Holdings
 from pstar_sim.core.plan import Settings
 from pstar_sim.core.step import Kind, Place, Queue
+from pstar_sim.core.timeline import Timeline
 from pstar_sim.policy.family.attempt import attempt_course
 from pstar_sim.policy.family.course import Course, Knobs
 from pstar_sim.policy.kit.job import Job
@@ -280,7 +281,10 @@ def test_rows_of_an_attempt_like_it_are_those_that_would_be_written() -> None:
 def test_an_update_is_due_before_the_disks_would_stand_still() -> None:
     """The host lacks room for 4 of 8 layers' states. With room for two layers on their way, 6 are on the disks: 1 s to
     read and 1 s to write each, 12 s an iteration. Updated in the order of first uses alone, they would wait for those
-    of the other layers: 14 s."""
+    of the other layers: 14 s.
+
+    Disks that read and write together at 3/4 of each rate take 4/3 s for both: 7 layers are on them, one more on its
+    way, and take 9 1/3 s. Where both get half of each rate, turns stay."""
     workload = chain_workload(8, 2**20, forward_s=0.125)
     asked = Settings(update="eager", clip=False, chunk_bytes=2 * MIB)
     roomy = round_machine(
@@ -292,7 +296,18 @@ def test_an_update_is_due_before_the_disks_would_stand_still() -> None:
     )
     room_bytes = needed_on_host(Job("any", workload, roomy, asked), Modes(frozenset())) - 4 * 12 * MIB
     little = replace(roomy, host=replace(roomy.host, memory_bytes=room_bytes))
-    plan = find_policy("tide:pins=0")(workload, little, asked)
-    assert {r.chunk for r in plan.initial if r.place is Place.NVME} == {2, 3, 4, 5, 6, 7}
-    timeline = play(plan)
+    rate = 12.0 * MIB
+
+    def planned(beside: float) -> tuple[set[int], Timeline]:
+        assert little.nvme is not None
+        disks = replace(little.nvme, read_beside_bytes_per_s=beside * rate, write_beside_bytes_per_s=beside * rate)
+        plan = find_policy("tide:pins=0")(workload, replace(little, nvme=disks), asked)
+        plan.check()
+        return {r.chunk for r in plan.initial if r.place is Place.NVME}, play(plan)
+
+    on_disks, timeline = planned(0.5)
+    assert on_disks == {2, 3, 4, 5, 6, 7}
     assert timeline.iteration_s == pytest.approx(12) == timeline.busy_s["nvme"]
+    on_disks, timeline = planned(0.75)
+    assert on_disks == {1, 2, 3, 4, 5, 6, 7}
+    assert 7 * 4 / 3 <= timeline.iteration_s < 9.6

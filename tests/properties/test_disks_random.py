@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from pstar_sim.bounds.bounds import lower_bound
 from pstar_sim.catalog.machine import Nvme
 from pstar_sim.core.plan import Plan
-from pstar_sim.core.step import Kind, Place
+from pstar_sim.core.step import DISK_QUEUES, Kind, Place, Queue
 from pstar_sim.errors import CannotPlan, PlanError
 from pstar_sim.policy import find_policy
 from pstar_sim.policy.kit.job import Job
@@ -30,11 +30,16 @@ def with_little_host(job: Drawn, chance: random.Random) -> Drawn:
     workload, machine, asked = job
     needed = needed_on_host(Job("any", workload, machine, asked), Modes(frozenset()))
     host_bytes = int(needed * chance.uniform(0.15, 1.0)) * machine.local_ranks + machine.host.reserved_bytes
+    rates = read, write = 10 ** chance.uniform(7, 10), 10 ** chance.uniform(7, 10)
+    known = chance.random() < 0.6
+    beside = [rate * chance.uniform(0.4, 1.1) if known else None for rate in rates]
     disks = Nvme(
         name="random",
         memory_bytes=10**10,
-        read_bytes_per_s=10 ** chance.uniform(7, 10),
-        write_bytes_per_s=10 ** chance.uniform(7, 10),
+        read_bytes_per_s=read,
+        write_bytes_per_s=write,
+        read_beside_bytes_per_s=beside[0],
+        write_beside_bytes_per_s=beside[1],
         latency_s=1e-5,
         measured=True,
         source="random",
@@ -54,9 +59,9 @@ def on_disks(policy: str, job: Drawn, chance: random.Random) -> Plan | None:
 
 @pytest.mark.parametrize("policy", ["tide", "optimal", "l2l"])
 def test_every_plan_is_proved_and_above_the_bound(policy: str, whole: bool) -> None:
-    fitted = 0
+    fitted, queues = 0, set[Queue]()
 
-    @settings(max_examples=20 if whole else 8)
+    @settings(max_examples=60 if whole else 20)
     @given(jobs(ranks=(1, 2)), chances(), seeds())
     def holds(job: Drawn, chance: random.Random, shake: random.Random) -> None:
         nonlocal fitted
@@ -64,6 +69,7 @@ def test_every_plan_is_proved_and_above_the_bound(policy: str, whole: bool) -> N
         if plan is None:
             return
         fitted += 1
+        queues.update(step.queue for step in plan.steps if step.kind is Kind.NVME_WRITE)
         proved = plan.check()
         for jitter in (None, random_jitter(shake, plan)):
             timeline = play(plan, jitter=jitter, max_iterations=4)
@@ -75,7 +81,7 @@ def test_every_plan_is_proved_and_above_the_bound(policy: str, whole: bool) -> N
         assert plan.moved_bytes["nvme_read"] == plan.moved_bytes["nvme_write"]
 
     holds()
-    assert fitted
+    assert fitted and queues == {*DISK_QUEUES}
 
 
 @settings(max_examples=10)

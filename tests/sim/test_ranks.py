@@ -23,6 +23,7 @@ from pstar_sim.cost import CostModel, cost_of
 from pstar_sim.errors import CatalogError, PlanError, PstarError
 from pstar_sim.planner.batch_shares import shares_of_batch
 from pstar_sim.planner.machine_notes import thread_notes
+from pstar_sim.policy.registry import find_policy
 from pstar_sim.schema.reading import convert
 from pstar_sim.sim.play import play
 from pstar_sim.sim.several_ranks import classes_of, fair_rates
@@ -202,6 +203,18 @@ def test_disks_are_shared_by_the_ranks_of_a_node() -> None:
     cost = CostModel(w, m, layout(w))
     assert (cost.nvme_s(MB, "read"), cost.nvme_s(MB, "write")) == (1.0, 1.5)
     assert m.nvme_budget_bytes == 50
+
+
+def test_reads_beside_writes_take_as_long_on_each_rank() -> None:
+    disks = round_machine(nvme_memory_bytes=10**9, nvme_read_bytes_per_s=8e6, nvme_write_bytes_per_s=4e6).nvme
+    assert disks is not None
+    beside = replace(disks, read_beside_bytes_per_s=6e6, write_beside_bytes_per_s=3e6)
+    w, seconds = chain_workload(4, MB, forward_s=0.25), list[float]()
+    for nvme in (disks, beside):
+        on_disks = find_policy("zero_infinity:params=nvme,states=nvme,subgroup=1")(w, machine(nvme=nvme), Settings())
+        seconds.append(play(on_disks).iteration_s)
+        assert play(on_disks, every_rank=True).iteration_s == pytest.approx(seconds[-1])
+    assert seconds[1] < 0.92 * seconds[0]
 
 
 def test_what_a_rank_has_of_its_node() -> None:

@@ -17,6 +17,7 @@ def ends(
     dram: float = 1e9,
     demand: float = 0.0,
     compute_while_net: float = 1.0,
+    disks: tuple[float, float] | None = None,
 ) -> list[float]:
     """When each (queue, seconds, duty) ends, all begun at 0: one step per queue, and behind it one that takes no time
     and waits for all of them, so that the next iteration begins when every task has ended."""
@@ -41,9 +42,16 @@ def ends(
         dram_bytes=[*(demand * seconds for _, seconds, _ in tasks), *nothing],
         duty=[*(duty for _, _, duty in tasks), *nothing],
     )
-    rates = Rates(dram_bytes_per_s=dram, slowdowns=slowdowns, compute_while_net=compute_while_net)
+    rates = Rates(dram_bytes_per_s=dram, slowdowns=slowdowns, compute_while_net=compute_while_net, disks=disks)
     record = follow(program, costs, rates)
     return list(record.times.end[0, :count].tolist())
+
+
+def test_a_read_and_a_write_of_the_disks_share_their_rates() -> None:
+    """Together until the write's 3 s at 0.6 end at 5; the read has done 4 of 7 s by then."""
+    tasks = [("compute", 1.0, 1.0), ("nvme", 7.0, 1.0), ("nvme_write", 3.0, 1.0)]
+    assert ends(tasks, {}, demand=1.0, disks=(0.8, 0.6)) == pytest.approx([1.0, 8.0, 5.0])
+    assert ends(tasks[:2], {}, demand=1.0, disks=(0.8, 0.6)) == pytest.approx([1.0, 7.0])
 
 
 def test_alone_nothing_is_slowed_down() -> None:

@@ -17,7 +17,7 @@ from pstar_sim.core.checker.walk import Walk
 from pstar_sim.core.checker.worst_case import Worst, worst_case
 from pstar_sim.core.figures import byte_figures, not_checked
 from pstar_sim.core.plan import Plan
-from pstar_sim.core.step import Place, Queue
+from pstar_sim.core.step import DISK_QUEUES, Place
 from pstar_sim.errors import FalseFigures, PlanError
 from pstar_sim.units import format_ranks
 from pstar_sim.workload.workload import Workload
@@ -66,7 +66,7 @@ def prove(plan: Plan) -> CheckReport:
     check_pins(plan)
     budgets = plan.budgets
     held = {r.place for r in plan.initial} | {place for _, place, _ in plan.buffers}
-    if Place.NVME in held or any(s.queue is Queue.NVME for s in plan.steps):
+    if Place.NVME in held or any(s.queue in DISK_QUEUES for s in plan.steps):
         budgets[Place.NVME] = plan.nvme_budget_bytes
     gpus = _gpu_peaks(plan, program, walk)
     largest = max(gpus, key=lambda gpu: gpu.bytes)

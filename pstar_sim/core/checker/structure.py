@@ -9,7 +9,7 @@ from pstar_sim.core.checker.order import legal_order
 from pstar_sim.core.checker.trips import check_trip_step
 from pstar_sim.core.checker.unrolled import OTHERS, label
 from pstar_sim.core.plan import Plan, Resident
-from pstar_sim.core.step import PAGEABLE, UNFUSED, Kind, Place, Queue, Step
+from pstar_sim.core.step import DISK_QUEUES, PAGEABLE, UNFUSED, Kind, Place, Queue, Step
 from pstar_sim.core.trips import TRIPS
 from pstar_sim.dtypes import STORAGE
 from pstar_sim.errors import PlanError
@@ -27,7 +27,7 @@ _QUEUES: dict[Kind, tuple[Queue, ...]] = {
     Kind.GATHER: (Queue.NET,),
     Kind.REDUCE_SCATTER: (Queue.NET,),
     Kind.NVME_READ: (Queue.NVME,),
-    Kind.NVME_WRITE: (Queue.NVME,),
+    Kind.NVME_WRITE: DISK_QUEUES,
     **{kind: (queue,) for kind, queue in TRIPS.items()},
 }
 

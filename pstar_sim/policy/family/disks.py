@@ -8,7 +8,7 @@ from statistics import median
 
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.schedule import Modes
-from pstar_sim.policy.passes.feasibility import IN_FLIGHT, needed_on_host
+from pstar_sim.policy.passes.feasibility import in_flight, needed_on_host
 
 LARGE = 2  # chunks so many times as large as the median chunk come last, because the host needs room for several
 
@@ -16,7 +16,7 @@ LARGE = 2  # chunks so many times as large as the median chunk come last, becaus
 def disk_s(job: Job) -> float:
     """Seconds per byte read and written in an iteration, 0 without disks."""
     disks = job.machine.nvme
-    each_s = 0.0 if disks is None else 1 / disks.read_bytes_per_s + 1 / disks.write_bytes_per_s
+    each_s = 0.0 if disks is None else disks.least_s(1 / disks.read_bytes_per_s, 1 / disks.write_bytes_per_s)
     return each_s * job.machine.local_ranks
 
 
@@ -34,8 +34,8 @@ def with_disks(job: Job, modes: Modes) -> Modes:
     usual_bytes = median(sizes.values())
     order = sorted(sizes, key=lambda c: sizes[c] > LARGE * usual_bytes)
     moved = len(order)
-    for in_flight in range(IN_FLIGHT, 0, -1):
-        moved_bytes, passing = 0, [0] * in_flight  # a heap of the largest
+    for passing_chunks in range(in_flight(job), 0, -1):
+        moved_bytes, passing = 0, [0] * passing_chunks  # a heap of the largest
         for count, c in enumerate(order, start=1):
             moved_bytes += sizes[c]
             heappushpop(passing, sizes[c])

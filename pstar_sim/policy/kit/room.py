@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.core.step import Place
+from pstar_sim.core.step import Place, Queue
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 
@@ -15,6 +15,11 @@ def budget_bytes(machine: Machine, place: Place) -> int:
         Place.HOST: machine.host_budget_bytes,
         Place.NVME: machine.nvme_budget_bytes,
     }[place]
+
+
+def queue_of_writes(machine: Machine) -> Queue:
+    """To disks: [Note: reads beside writes] in machine.py."""
+    return Queue.NVME if machine.nvme is None or machine.nvme.beside is None else Queue.NVME_WRITE
 
 
 def describe_moment(workload: Workload, moment: int) -> str:

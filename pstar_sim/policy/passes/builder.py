@@ -18,7 +18,7 @@ from pstar_sim.core.layout import Layout, build_layout
 from pstar_sim.core.ledger import Holdings
 from pstar_sim.core.plan import STASHES, Plan, Resident, Settings
 from pstar_sim.core.rules import Rates
-from pstar_sim.core.step import Kind, Place, Queue, Ref, Step
+from pstar_sim.core.step import DISK_QUEUES, Kind, Place, Queue, Ref, Step
 from pstar_sim.core.trips import TRIPS
 from pstar_sim.cost import cost_of
 from pstar_sim.errors import CannotPlan, DoesNotFit
@@ -305,7 +305,7 @@ class Builder:
         if not self.machine.nvme_budget_bytes:
             return 0
         held = {r.place for r in self.initial} | {place for _, place, _ in self.buffers}
-        used = Place.NVME in held or any(s.queue is Queue.NVME for s in self._steps)
+        used = Place.NVME in held or any(s.queue in DISK_QUEUES for s in self._steps)
         return self.machine.nvme_budget_bytes if used else 0
 
     def _predicted_memory_edges(self) -> dict[int, list[Ref]]:

@@ -20,6 +20,7 @@ from itertools import accumulate, pairwise
 from pstar_sim.core.draft import FREE
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.policy.kit.job import Job
+from pstar_sim.policy.kit.room import queue_of_writes
 from pstar_sim.policy.kit.schedule import Schedule
 from pstar_sim.policy.passes.draft_rows import DraftRows
 
@@ -64,8 +65,12 @@ def _deadlines(job: Job, order: Sequence[int]) -> dict[int, float]:
 
 
 def _seconds(job: Job, chunk: int) -> float:
-    kinds = Kind.NVME_READ, Kind.NVME_WRITE
-    return sum(job.charges.of(kind, chunk, name).seconds for kind in kinds for name in job.states_of(chunk))
+    assert job.machine.nvme is not None
+    each_s = [
+        sum(job.charges.of(kind, chunk, name).seconds for name in job.states_of(chunk))
+        for kind in (Kind.NVME_READ, Kind.NVME_WRITE)
+    ]
+    return job.machine.nvme.least_s(*each_s)
 
 
 def _ended_before(sizes: Sequence[int], room_bytes: int) -> list[int]:
@@ -87,6 +92,7 @@ class DiskRows:
 
     def __init__(self, rows: DraftRows) -> None:
         self._rows = rows
+        self._writes = queue_of_writes(rows.schedule.job.machine)
         self._order = turns(rows.schedule)
         self._due = _deadlines(rows.schedule.job, self._order) if self._order else {}
         self._turn_of = {c: n for n, c in enumerate(self._order)}
@@ -121,8 +127,8 @@ class DiskRows:
             return
         rows, moment = self._rows, self._rows.schedule.job.uses.last_gradient(chunk)
         key = (0.0, float(self._turn_of[chunk]), float(len(self._ends[chunk])))
-        written = rows.add(Queue.NVME, Kind.NVME_WRITE, chunk, name, moment, after=((updated, 0),), key=key)
-        freed = rows.add(Queue.NVME, Kind.FREE, chunk, name, moment, charge=FREE, behind=written)
+        written = rows.add(self._writes, Kind.NVME_WRITE, chunk, name, moment, after=((updated, 0),), key=key)
+        freed = rows.add(self._writes, Kind.FREE, chunk, name, moment, charge=FREE, behind=written)
         self._ends[chunk].append(freed)
 
     def close(self) -> None:

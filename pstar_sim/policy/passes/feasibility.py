@@ -14,8 +14,8 @@ from pstar_sim.policy.passes import gradient_rows
 from pstar_sim.units import format_bytes, format_count
 
 # Chunks for whose states the host has room at a time on their way from and to disks: one is updated while others are
-# read and written.
-IN_FLIGHT = 2
+# read and written, or (IN_FLIGHT_BESIDE) while one is read and another is written.
+IN_FLIGHT, IN_FLIGHT_BESIDE = 2, 3
 
 
 def check_gpu(job: Job) -> None:
@@ -74,9 +74,14 @@ def needed_on_host(job: Job, modes: Modes) -> int:
     return needed + _passing_bytes(job, (c for c in job.candidates if c not in modes.pinned))
 
 
+def in_flight(job: Job) -> int:
+    disks = job.machine.nvme
+    return IN_FLIGHT if disks is None or disks.beside is None else IN_FLIGHT_BESIDE
+
+
 def disk_room(job: Job, modes: Modes) -> int:
-    """Room on the host for states from and to disks, of at most IN_FLIGHT chunks."""
-    largest = nlargest(IN_FLIGHT, (job.states_bytes(c) for c in modes.on_disks))
+    """Room on the host for states from and to disks, of at most `in_flight` chunks."""
+    largest = nlargest(in_flight(job), (job.states_bytes(c) for c in modes.on_disks))
     return min(sum(largest), job.machine.host_budget_bytes - needed_on_host(job, modes))
 
 

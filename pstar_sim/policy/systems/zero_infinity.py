@@ -19,6 +19,7 @@ from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import PlanError
 from pstar_sim.policy.kit.capabilities import Capabilities
 from pstar_sim.policy.kit.options import Option, one_of, switch, whole_number
+from pstar_sim.policy.kit.room import queue_of_writes
 from pstar_sim.policy.passes.builder import Builder
 from pstar_sim.policy.passes.step_by_step.disks import read_in, write_out
 from pstar_sim.policy.systems.sharded import (
@@ -118,22 +119,26 @@ def _where(place: Place) -> str:
 def _optimizer_step(s: Sharded, groups: Sequence[Sequence[int]]) -> None:
     updated: dict[int, list[int]] = {}
     ends: list[int] = []
-    arrived = _bring_in(s, groups[0]) if groups else {}
+    gone: list[int] = []  # ends of the group before
+    arrived = _bring_in(s, groups[0], ()) if groups else {}
     for n, group in enumerate(groups):
-        following = _bring_in(s, groups[n + 1]) if n + 1 < len(groups) else {}
+        following = _bring_in(s, groups[n + 1], gone) if n + 1 < len(groups) else {}
+        gone = []
         for c in group:
             updated[c], left = _update(s, c, arrived[c])
-            ends += [*updated[c], *left]
+            gone += [*updated[c], *left]
+        ends += gone
         arrived = following
     s.finish(ends, updated)
 
 
-def _bring_in(s: Sharded, group: Sequence[int]) -> dict[int, list[int]]:
+def _bring_in(s: Sharded, group: Sequence[int], gone: Sequence[int]) -> dict[int, list[int]]:
+    """gone: steps after which the host has room for another group."""
     b, scheme, m = s.b, s.shards.scheme, s.last_moment
     arrived: dict[int, list[int]] = {}
     for c in group:
         arrived[c] = []
-        before = s.before_update(c)
+        before = [*s.before_update(c), *gone]
         if scheme.states is Place.NVME:
             lists = [*b.layout.states_of(c).names, s.buckets.lists.host_list]
             arrived[c] += [read_in(b, c, name, m, before) for name in lists]
@@ -151,10 +156,10 @@ def _update(s: Sharded, c: int, arrived: list[int]) -> tuple[list[int], list[int
     home = up or [adam]
     if scheme.home is Place.NVME:
         if up:
-            left.append(b.free(Queue.NVME, c, "param", Place.HOST, m, up))
+            left.append(b.free(queue_of_writes(b.machine), c, "param", Place.HOST, m, up))
         else:
             home = [write_out(b, c, "param", m, [adam])]
     if scheme.states is Place.NVME:
         left += [write_out(b, c, name, m, [adam]) for name in b.layout.states_of(c).names]
-        left.append(b.free(Queue.NVME, c, s.buckets.lists.host_list, Place.HOST, m, [adam]))
+        left.append(b.free(queue_of_writes(b.machine), c, s.buckets.lists.host_list, Place.HOST, m, [adam]))
     return home, left

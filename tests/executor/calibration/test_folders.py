@@ -38,6 +38,8 @@ def test_the_machine_file_has_the_rates_of_the_disks(tmp_path: Path, monkeypatch
     disks = load_machine(path).nvme
     assert disks is not None and disks.measured
     assert (disks.read_bytes_per_s, disks.write_bytes_per_s, disks.latency_s) == pytest.approx((2e9, 1e9, 1e-4))
+    assert (disks.read_beside_bytes_per_s, disks.write_beside_bytes_per_s) == pytest.approx((1.5e9, 0.5e9))
+    assert disks.beside == pytest.approx((0.75, 0.5))
     there = load_machine("virtual", disks=[tmp_path]).nvme
     assert there is not None and not there.measured and "pstar calibrate --disks FOLDER" in there.source
     again = load_machine(path, disks=[tmp_path]).nvme

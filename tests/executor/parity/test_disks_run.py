@@ -15,7 +15,7 @@ import torch
 from executor.disks.folders import DiskFolders
 from executor.memory.payloads import DiskPayloads
 from pstar_sim.core.plan import Plan, Settings
-from pstar_sim.core.step import Place
+from pstar_sim.core.step import Kind, Place, Queue
 from pstar_sim.errors import DiskError, PlanError
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.workload.workload import repeat_micro_batch
@@ -33,15 +33,19 @@ def plan_on_disks(
     clip: bool,
     dtype: torch.dtype = torch.float32,
     host_share: float | None = None,
+    beside: bool = False,
 ) -> Plan:
     """policy: also options of zero_infinity alone.
     host_share: host memory, as a share of all parameters and states; None: enough without disks.
+    beside: whether the disks read while they write.
     """
     model, draw = kit.build(name, checkpointing=True)
     model.to(dtype)
     w = repeat_micro_batch(kit.workload_of(model, draw(torch.Generator().manual_seed(9)), name=name), micro_batches)
     params = sum(t.bytes for t in w.tensors if t.tied_to is None)
-    machine = replace(kit.small_machine(w.peak_non_model_bytes + int(3.0 * params)), nvme=kit.DISKS)
+    machine = replace(
+        kit.small_machine(w.peak_non_model_bytes + int(3.0 * params)), nvme=kit.BESIDE if beside else kit.DISKS
+    )
     if host_share is not None:
         bytes_each = 16 if dtype == torch.float32 else 14
         host_bytes = int(host_share * bytes_each * params / dtype.itemsize) + machine.host.reserved_bytes
@@ -64,16 +68,22 @@ CASES = {
     "streams": ("llama", "optimal:order=depth-first", 2, 0.5, torch.float32, 0.4),
     "a window": ("gpt2", "stronghold", 1, None, torch.float32, 0.5),
 }
+BESIDE = ("both, in bf16", "tide, in bf16", "a window")
+"""Cases in which disks read while they write."""
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_trains_to_the_bit_as_without_disks(kit: Any, start: Callable[..., Any], tmp_path: Path, case: str) -> None:
     name, policy, micro_batches, clip, dtype, share = CASES[case]
     about: dict[str, Any] = {"micro_batches": micro_batches, "clip": clip, "dtype": dtype, "checkpointing": True}
+    of_plan: dict[str, Any] = {"micro_batches": micro_batches, "clip": clip is not None, "dtype": dtype}
+    beside = case in BESIDE
     plans = [
-        plan_on_disks(kit, name, spec, micro_batches=micro_batches, clip=clip is not None, dtype=dtype, host_share=host)
+        plan_on_disks(kit, name, spec, host_share=host, beside=beside, **of_plan)
         for spec, host in ((policy, share), ("params=cpu" if share is None else policy, None))
     ]
+    writes = {step.queue for step in plans[0].steps if step.kind is Kind.NVME_WRITE}
+    assert writes == {Queue.NVME_WRITE if beside else Queue.NVME}
     on_disks = {row.chunk for row in plans[0].initial if row.place is Place.NVME}
     assert not any(row.place is Place.NVME for row in plans[1].initial)
     assert case != "streams" or any(plans[0].modes[chunk] == "stream" for chunk in on_disks)
