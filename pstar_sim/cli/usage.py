@@ -112,9 +112,11 @@ def _flag_of(context: Any, word: str, flags: Mapping[str, Any]) -> Any:
 
 
 def _commands_with(context: Any, name: str) -> list[str]:
-    group = getattr(context.parent, "command", None)
-    commands = getattr(group, "commands", {})
-    return [other for other, one in commands.items() if any(name in p.opts for p in one.get_params(context))][:3]
+    """Of the same group, or those of a group that was given none."""
+    within = f"{context.command.name} " if hasattr(context.command, "commands") else ""
+    group = context.command if within else getattr(context.parent, "command", None)
+    commands = getattr(group, "commands", {}).items()
+    return [f"{within}{other}" for other, one in commands if any(name in p.opts for p in one.get_params(context))][:3]
 
 
 def _take_value(context: Any, flag: Any, word: str, left: list[str], flags: Collection[str]) -> None:

@@ -26,6 +26,7 @@ JOB = ["--model", "1B", "--batch", "1", "--seq", "128", "--machine", "v100-32"]
         (["compare", "--mach", "v100-32"], "unknown flag '--mach'; did you mean --machine?"),
         (["compare", *JOB, "--frobnicate"], "unknown flag '--frobnicate' (see `pstar compare --help`)"),
         (["fits", *JOB, "--global-batch", "8"], "unknown flag '--global-batch'; it is a flag of compare and plan (see"),
+        (["plot", "--model", "1B"], "unknown flag '--model'; it is a flag of plot tide (see `pstar plot --help`)"),
         (["--versoin"], "unknown flag '--versoin'; did you mean --version? (see `pstar --help`)"),
         (["compare", *JOB, "--certify=yes"], "argument --certify: takes no value, not 'yes'"),
         (["compare", *JOB, "--chunk"], "argument --chunk: needs a value, SIZE (see `pstar compare --help`)"),
