@@ -9,9 +9,10 @@ parallelism, with simulated communication between nodes. Idle time, failures, ev
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
+from functools import cache
 
 from pstar_sim.arguments import file_path, number, refused, text, whole
 from pstar_sim.arguments import names as listed
@@ -23,17 +24,17 @@ from pstar_sim.catalog.prices import Price, load_prices
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.cost import CostModel
-from pstar_sim.errors import CannotPlan, DoesNotFit, ModelError, PstarError, UnknownName
+from pstar_sim.errors import CannotPlan, DoesNotFit, ModelError, NothingFits, PstarError, UnknownName
 from pstar_sim.planner.asked import OnPart, asked_names, settings_of, teller
 from pstar_sim.planner.balance import chooses, roomiest_job
-from pstar_sim.planner.batch_shares import machine_of
+from pstar_sim.planner.batch_shares import least_batch, machine_of
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.compare import Row, compare
 from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.memory_needs import beyond_all, shortage
 from pstar_sim.planner.stages_compared import StagesRow, compare_stages
 from pstar_sim.planner.stages_degrees import ASKED, ways_of
-from pstar_sim.policy.registry import STAGED, named
+from pstar_sim.policy.registry import STAGED, named, reorders
 from pstar_sim.python310 import Unpack
 from pstar_sim.workload.axes import AxesGiven
 from pstar_sim.workload.loading import Loading, loading_of
@@ -42,6 +43,8 @@ from pstar_sim.workload.workload import MOST_MOMENTS, Workload
 
 HOUR_S, DAY_S = 3600.0, 86400.0
 MOST_NODES = 64
+ENOUGH = 3
+"""Micro-batches of a job asked for room, as all but the first and last hold the same, save in layer-major order."""
 POLICIES = named(lambda able: able.tries_others)
 """Policy that is tried if none is named. It is as fast as any other policy without options, to 0.01 %
 (policy/kit/ties.py)."""
@@ -222,9 +225,10 @@ class _Question:
     tokens: float
     deadline_s: float | None
 
-    def workloads(self, machine: Machine, micro_batches: int) -> tuple[Workload, ...]:
-        """Raises PstarError if the ranks cannot share a micro-batch."""
-        return replace(self.job, batch=self.batch // micro_batches, micro_batches=micro_batches).of(machine)
+    def workloads(self, machine: Machine, micro_batches: int, *, most: int | None = None) -> tuple[Workload, ...]:
+        """Of at most `most` of them. Raises PstarError if the ranks cannot share one."""
+        count = micro_batches if most is None else min(most, micro_batches)
+        return replace(self.job, batch=self.batch // micro_batches, micro_batches=count).of(machine)
 
 
 _Cost = tuple[float | None, str]
@@ -378,42 +382,52 @@ def _least_s(machine: Machine, asked: _Question) -> float:
 
 
 def _fastest(machine: Machine, asked: _Question) -> tuple[Row, int, int]:
-    """(row, batch of all ranks, micro-batches) of the fastest policy with the largest micro-batches that fit. Raises
-    the last refusal if none does."""
-    worst: PstarError | None = None
-    counts = [n for n in range(1, min(asked.batch, MOST_MOMENTS) + 1) if asked.batch % n == 0]
+    """(row, batch of all ranks, micro-batches) of the fastest policy with the largest micro-batches that fit, by
+    bisection, as smaller ones need no more. Raises the last refusal if none does."""
     in_vain = beyond_all(asked.workloads(machine, 1)[0], machine)
-    for micro_batches in reversed(counts) if in_vain else counts:
+    unit = asked.batch // least_batch(machine)  # which micro-batches divide
+    counts = [n for n in range(1, min(unit, MOST_MOMENTS) + 1) if unit % n == 0]
+    refusals: dict[int, PstarError] = {}
+
+    @cache
+    def roomy(micro_batches: int) -> Sequence[str]:
         try:
-            ranked = asked.workloads(machine, micro_batches)
-        except PstarError:
+            policies, refused = _with_room(machine, asked, micro_batches)
+        except PstarError as impossible:
             if micro_batches == 1:
                 raise
-            continue
-        alike = len({id(w) for w in ranked}) == 1
-        hardest = ranked[0] if alike else tightest(ranked, machine)
-        job_of = any_job(ranked[0], machine)
-        roomiest = hardest if job_of is None else roomiest_job(sum(w.batch for w in ranked), machine, job_of)
-        roomy, refusals = _with_room(hardest, roomiest, machine, asked)
-        for error in refusals:
-            worst = error if isinstance(error, DoesNotFit) or worst is None else worst
-        if in_vain:
-            break
-        if not roomy:
+            policies, refused = [], [impossible]
+        for refusal in refused:
+            if isinstance(refusal, DoesNotFit) or micro_batches not in refusals:
+                refusals[micro_batches] = refusal
+        return policies
+
+    def in_turn() -> Iterator[int]:
+        if not in_vain and roomy(1):
+            yield 1
+        if roomy(counts[-1]) and not in_vain:
+            yield from counts[bisect.bisect_left(counts, True, 1, key=lambda n: bool(roomy(n))) :]
+
+    for n in filter(roomy, in_turn()):
+        try:
+            ranked = asked.workloads(machine, n)
+        except PstarError as error:  # more moments than a job may have
+            refusals[n] = error
             continue
         answer = compare(
             ranked,
             machine,
-            policies=roomy,
+            policies=roomy(n),
             settings=asked.settings,
             loading=asked.loading,
             barrier_cost=False,
             near=False,
         )
-        if any(row.fits for row in answer.rows):
-            return answer.best().row, answer.batch, micro_batches
-    assert worst is not None
-    raise worst
+        try:
+            return answer.best().row, answer.batch, n
+        except NothingFits as error:
+            refusals[n] = error
+    raise max(refusals.items(), key=lambda one: (isinstance(one[1], DoesNotFit), one[0]))[1]
 
 
 def _fastest_way(machine: Machine, asked: _Question, parallel: str | Parallelism) -> StagesRow:
@@ -434,15 +448,19 @@ def _fastest_way(machine: Machine, asked: _Question, parallel: str | Parallelism
     raise CannotPlan(f"{row.parallel}: {row.reason}")
 
 
-def _with_room(
-    workload: Workload, roomiest: Workload, machine: Machine, asked: _Question
-) -> tuple[list[str], list[DoesNotFit | CannotPlan]]:
-    """roomiest: the job for policies that do not take the machine's shares."""
+def _with_room(machine: Machine, asked: _Question, micro_batches: int) -> tuple[list[str], list[PstarError]]:
+    """The policies with room, and why others have none. Raises PstarError as `workloads`."""
+    policies = asked.policies or POLICIES
+    most = None if any(map(reorders, policies)) else ENOUGH
+    few = asked.workloads(machine, micro_batches, most=most)
+    hardest = few[0] if len({id(w) for w in few}) == 1 else tightest(few, machine)
+    job_of = any_job(few[0], machine)
+    roomiest = hardest if job_of is None else roomiest_job(sum(w.batch for w in few), machine, job_of)
     roomy: list[str] = []
-    refusals: list[DoesNotFit | CannotPlan] = []
-    for policy in asked.policies or POLICIES:
+    refusals: list[PstarError] = []
+    for policy in policies:
         try:
-            job = roomiest if chooses(policy) else workload
+            job = roomiest if chooses(policy) else hardest  # which does not take the machine's shares
             short = shortage(policy, job, machine, asked.settings, loading=asked.loading)
         except CannotPlan as error:
             refusals.append(error)

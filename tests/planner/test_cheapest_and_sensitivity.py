@@ -103,6 +103,10 @@ def test_what_does_not_fit_says_why_and_micro_batches_make_room(tmp_path: Path) 
     assert row.batch is not None and row.micro_batches is not None
     assert row.batch * row.micro_batches == 64
     assert row.batch < 64  # 64 sequences at once do not fit 16 GB
+    for n in (1, 2, 4, 8, 16, 32, 64):  # of whole jobs, the first with room
+        job = ps.preset("1B", batch=64 // n, seq=1024, dtype="fp16", micro_batches=n)
+        short = shortage("tide", job, ps.machine("v100-16"), ps.Settings())
+        assert (short is None) == (n >= row.micro_batches)
     no = cheapest("18B", tokens=1e9, batch=1, seq=64, machines=["t4"], policies=["tide"], prices=file).rows[0]
     assert no.days is None
     assert no.reason is not None and "short by" in no.reason
@@ -111,15 +115,15 @@ def test_what_does_not_fit_says_why_and_micro_batches_make_room(tmp_path: Path) 
 def test_a_model_beyond_all_memories_is_asked_about_with_the_most_micro_batches_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[int] = []
+    asked: list[tuple[int, int]] = []
 
     def short(policy: str, w: ps.Workload, *rest: Any, **named: Any) -> ps.DoesNotFit | None:
-        asked.append(w.micro_batches)
+        asked.append((w.batch, w.micro_batches))
         return shortage(policy, w, *rest, **named)
 
     monkeypatch.setattr("pstar_sim.planner.cheapest.shortage", short)
     (row,) = cheapest("12B", tokens=1e9, batch=12, seq=64, machines=["rtx3090-64gb"]).rows
-    assert asked == [12]
+    assert asked == [(1, 3)]  # the other nine are as the second
     assert row.reason is not None and "host needs" in row.reason and "accumulated gradients" in row.reason
 
 
