@@ -136,6 +136,7 @@ def run(program: Program, paths: list[str]) -> None:
     os.environ.update(program.environment)
     os.chdir(program.folder)
     sys.executable = program.executable
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     random.seed()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     own = os.environ.get("PYTHONPATH", "")
@@ -173,6 +174,7 @@ def ready(address: str) -> socket.socket:
         "executor.run",
     ):
         importlib.import_module(name)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever runs the tests
     gc.collect()
     gc.freeze()  # what was imported: no process goes through it when it ends
     listener = socket.socket(socket.AF_UNIX)
