@@ -55,7 +55,7 @@ def said(row: StagesRow | None) -> dict[str, object] | None:
 def row_of(model: str, length: int, name: str, nodes: int) -> dict[str, object]:
     machine = load_machine(name, nodes=nodes)
     gpus = machine.world_size
-    job = Job(model=model, batch=gpus, seq=length, micro_batches=SEQUENCES // gpus)
+    job = Job(model=model, batch=gpus, seq=length, micro_batches=SEQUENCES // gpus, checkpointing=True)
     began = time.process_time()
     ways, _ = ways_of(job, machine, "auto")
     offloaded = fastest(job, machine, OFFLOADED, ways)

@@ -29,7 +29,8 @@ Parallel = Annotated[
         "--parallel",
         metavar="TEXT",
         help="spread a preset over tensor ranks, parts of sequences and stages, such as tp=2,sp,pp=4, cp=2 or "
-        "pp=2,schedule=interleaved,v=2; auto: the ways that can be the fastest, all: every one",
+        "pp=2,schedule=interleaved,v=2; auto: the ways that can be the fastest, all: every one; both choose what to "
+        "recompute unless --checkpointing or --recompute says",
     ),
 ]
 
@@ -125,19 +126,16 @@ def _say(found: StagesComparison, *, json: bool) -> int:
 
 
 def _header(found: StagesComparison) -> Header:
-    reason, advice = "; ".join(row.reason for row in found.rows if row.reason), ""
+    reason = "; ".join(row.reason for row in found.rows if row.reason)
     if found.best is not None:
         row = found.rows[0]
-        advice = f"--parallel {row.parallel} --policy {row.policy}"
-        if (row.batch, row.micro_batches) != (found.job.batch, found.job.micro_batches or 1):
-            advice += f" --batch {row.batch} --micro-batches {row.micro_batches}"
         reason = f"{row.policy} with {row.parallel} is the fastest: {found.best.iteration_s:.6g} s per iteration"
     return Header(
         model=found.job.model,
         machine=found.machine.name,
         verdict=yes_or_no(found.best is not None),
         reason=reason,
-        advice=[advice] if advice else [],
+        advice=[found.flags] if found.flags else [],
         notes=(*found.notes, *found.left_out),
     )
 
@@ -180,9 +178,9 @@ def plan_spread(
     if json:
         say_answer(_header(found), plan=path, rows=[asdict(row)])
         return 0
-    peak = max(row.peak_gpu_bytes)
+    peak, how = max(row.peak_gpu_bytes), f" recomputing {row.recompute}" if row.recompute else ""
     tell(
-        f"{path}: {row.policy}, {row.parallel}, {format_s(best.iteration_s)} per iteration, a bubble of "
+        f"{path}: {row.policy}, {row.parallel}{how}, {format_s(best.iteration_s)} per iteration, a bubble of "
         f"{best.bubble:.0%}; peaks at {format_bytes(peak)} of the GPU, of stage {row.peak_gpu_bytes.index(peak)}; "
         f"{sum(len(plan.steps) for plan in best.plans.plans)} steps in {format_count(len(best.plans.plans), 'stage')}"
     )

@@ -88,6 +88,7 @@ class Offer:
     in_time_is_sure: bool = True
     policy: str | None = None
     parallel: str | None = None
+    recompute: str | None = None
     batch: int | None = None
     micro_batches: int | None = None
     tokens_per_s: float | None = None
@@ -352,6 +353,7 @@ def _so_many(machine: Machine, asked: _Question, cost: _Cost, *, late: bool = Fa
         in_time_is_sure=deadline_s is None or abs(deadline_s / (due.days * DAY_S) - 1) > (uncertainty or 0.0),
         policy=row.policy,
         parallel=None if isinstance(row, Row) else row.parallel,
+        recompute=None if isinstance(row, Row) else row.recompute,
         batch=batch,
         micro_batches=micro_batches,
         tokens_per_s=row.tokens_per_s,

@@ -166,8 +166,8 @@ def _together(parallelism: Parallelism, plans: Sequence[Plan]) -> PlannedStages:
 
 
 def examine_set(plans: PlanSet) -> tuple[tuple[CheckReport, ...], float]:
-    """Proves and simulates all stages; returns the proofs and the seconds of an iteration. Raises PlanError with the
-    first violation, and FalseFigures for other seconds than stated."""
+    """Proves and simulates a set; returns proofs and the seconds of an iteration. Raises PlanError, and FalseFigures
+    for other seconds than stated."""
     reports = prove_set(plans)
     seconds = max(timeline.iteration_s for timeline in play_stages(plans))
     for stage, plan in enumerate(plans.plans):

@@ -5,22 +5,24 @@ way's bound: for any stage the first micro-batch comes through the first parts o
 computes all, and the last goes back; where optimizer steps do not meet, iterations overlap and the stage alone counts.
 A row's (bounds/stages.py) also has updates and copies, and needs a plan. "all" plans every way.
 
+[Note: less recomputation] All recomputed is tried first. Less keeps more and so waits no less: its bound and these
+waits have to be below the fastest plan. Where they are not known, stage 0's GPU needs room for its activations and
+slices of weights and states, and always for the former.
+
 [Note: few micro-batches] A full pipeline adds the same seconds for every micro-batch. So among several ways, one with
 many is planned with one more than it has stages and with two per stage (interleaved: two and three per stage), and its
 seconds follow the line through both, never below its bound. Where overlap ends or modes change, the line is too low; so
-the fastest row is planned whole, until the fastest, ways left out included, is one that is. A policy that searches
-finds other plans for more micro-batches and is planned whole.
+the fastest row is planned whole, until the fastest is one that is, and so is a policy that searches.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.core.layout import build_layout
+from pstar_sim.core.layout import Layout, build_layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import CannotPlan, DoesNotFit, ModelError
@@ -29,26 +31,28 @@ from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.machine_notes import machine_notes
 from pstar_sim.planner.stages import PlannedStages, plan_stages, planned_again
 from pstar_sim.planner.stages_cut import micro_batch_of_parts
-from pstar_sim.planner.stages_degrees import Way, with_shards
+from pstar_sim.planner.stages_degrees import ALL_BLOCKS, NOTHING, Way, with_shards
 from pstar_sim.planner.stages_machines import machine_of_stage
 from pstar_sim.planner.utilization import tflops_and_mfu
 from pstar_sim.policy.kit.capabilities import capabilities_of
 from pstar_sim.policy.registry import Policy, find_policy
-from pstar_sim.units import format_s
+from pstar_sim.units import format_bytes, format_count, format_s
 from pstar_sim.workload.parallelism import CUTS, Parallelism
-from pstar_sim.workload.pipeline import INTERLEAVED, SCHEDULES
+from pstar_sim.workload.pipeline import INTERLEAVED, SCHEDULES, Part, cells_of, in_schedule
+from pstar_sim.workload.workload import Tensor, Workload
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagesRow:
-    """The answer of one policy on one parallelism; the keys of `pstar compare --parallel --json`.
+    """The keys of `pstar compare --parallel --json`.
 
     batch: sequences per micro-batch, of all ranks of a stage.
+    recompute: as in Way.
     lower_bound_s, bubble, sums: as in PlannedStages.
     gap: iteration_s / lower_bound_s - 1.
     peak_gpu_bytes, peak_host_bytes: of a rank of each stage.
-    short_of: place that is short; None if it fits.
-    needed_bytes, available_bytes: in that place.
+    short_of: None if it fits.
+    needed_bytes, available_bytes: there.
     tflops_per_gpu, mfu: see utilization.py.
     few: micro-batches of the larger plan behind the seconds ([Note: few micro-batches]); None if all are planned.
     """
@@ -74,10 +78,16 @@ class StagesRow:
     tflops_per_gpu: float | None = None
     mfu: float | None = None
     few: int | None = None
+    recompute: str | None = None
+
+    @property
+    def way(self) -> Way:
+        spread = Parallelism.parse(self.parallel)
+        return Way(parallelism=spread, batch=self.batch, micro_batches=self.micro_batches, recompute=self.recompute)
 
     @property
     def cut(self) -> str | None:
-        """Of the layers into stages; None for one stage."""
+        """None for one stage."""
         spread = Parallelism.parse(self.parallel)
         return spread.cut if spread.pipeline > 1 else None
 
@@ -86,8 +96,8 @@ class StagesRow:
 class StagesComparison:
     """rows: those that fit, the fastest first, then the others.
 
-    left_out: ways not planned, with the reason.
-    slower: ways whose bounds, in brackets, are above the fastest plan.
+    left_out: with the reason.
+    slower: whose bounds, in brackets, are above the fastest plan.
     notes: on the machine.
     """
 
@@ -98,6 +108,19 @@ class StagesComparison:
     slower: tuple[str, ...]
     notes: tuple[str, ...]
     best: PlannedStages | None
+
+    @property
+    def flags(self) -> str:
+        """Of the fastest way; "" if none fits."""
+        if self.best is None:
+            return ""
+        row = self.rows[0]
+        said = [f"--parallel {row.parallel} --policy {row.policy}"]
+        if (row.batch, row.micro_batches) != (self.job.batch, self.job.micro_batches or 1):
+            said.append(f"--batch {row.batch} --micro-batches {row.micro_batches}")
+        whole = {NOTHING: "--no-checkpointing", ALL_BLOCKS: "--checkpointing"}
+        said += [] if row.recompute is None else [whole.get(row.recompute, f"--recompute {row.recompute}")]
+        return " ".join(said)
 
     @property
     def gain_of_cut(self) -> float | None:
@@ -121,11 +144,11 @@ def compare_stages(
     settings: Settings | None = None,
     on_part: OnPart | None = None,
 ) -> StagesComparison:
-    """Plans the ways with every policy that can, by [Note: which parallelisms].
+    """Plans the ways with every policy that can.
 
     every: also ways that cannot be the fastest.
 
-    Raises PstarError for a job that cannot be cut in any of the ways.
+    Raises PstarError if the job cannot be cut in any.
     """
     tell = teller(on_part)
     settings = settings or Settings()
@@ -135,21 +158,19 @@ def compare_stages(
     rows: list[StagesRow] = []
     planned: dict[StagesRow, PlannedStages] = {}
     missing: dict[str, list[str]] = {}
-    bounds: dict[Way, float] = {}
-    for way in ways:
-        try:
-            bounds[way] = 0.0 if alone else _bound_s(job, machine, way, settings) * (not every)
-        except ModelError as error:
-            missing.setdefault(f"by any policy: {error}", []).append(str(way.parallelism))
-            refusal = error
-    if ways and not bounds:
-        raise refusal
-    waiting = deque(sorted(bounds, key=bounds.__getitem__))
+    room_bytes, ways_left = machine.gpu_budget_bytes, list[_Closed]()
+    crowded: dict[str, list[int]] = {}  # what is recomputed -> bytes of activations, each without room
+    for closed in asked.closed_forms(ways, missing):
+        if closed.activation_bytes > room_bytes:
+            crowded.setdefault(str(closed.way.recompute), []).append(closed.activation_bytes)
+        else:
+            ways_left.append(closed)
+    waiting = _Waiting(ways_left, room_bytes=room_bytes, every=every)
     while True:
         first = min(rows, key=_place, default=None)
         fastest_s = inf if first is None or first.iteration_s is None else first.iteration_s
-        if waiting and bounds[waiting[0]] <= fastest_s:
-            way = waiting.popleft()
+        if (way := waiting.next_below(fastest_s)) is not None:
+            seconds = inf
             for policy, own in with_shards(asked.policies, way, machine, alone=alone):
                 tell(f"{own.parallelism} {policy}", len(rows), len(ways) * len(policies))
                 try:
@@ -160,16 +181,15 @@ def compare_stages(
                     continue
                 rows.append(row)
                 planned |= {row: stages} if stages else {}
+                seconds = min(seconds, row.iteration_s or inf)
+            waiting.planned(way, seconds)
         elif first is not None and first.few:
             tell(f"{first.parallel} {first.policy}, all micro-batches", len(rows), len(ways) * len(policies))
-            spread = Parallelism.parse(first.parallel)
-            way = Way(parallelism=spread, batch=first.batch, micro_batches=first.micro_batches)
-            row, stages = asked.answer(way, first.policy, whole=True)
+            row, stages = asked.answer(first.way, first.policy, whole=True)
             rows[rows.index(first)] = row
             planned |= {row: stages} if stages else {}
         else:
             break
-    slower = [f"{way.parallelism} {way.batch} x {way.micro_batches} ({format_s(bounds[way])})" for way in waiting]
     rows.sort(key=_place)
     best = planned.get(rows[0]) if rows else None
     if best is not None and not alone:
@@ -185,11 +205,80 @@ def compare_stages(
         job=job,
         machine=machine,
         rows=tuple(rows),
-        left_out=(*left_out, *(f"{'; '.join(dict.fromkeys(of))} {why}" for why, of in missing.items())),
-        slower=tuple(slower),
+        left_out=(
+            *left_out,
+            *(f"{'; '.join(dict.fromkeys(of))} {why}" for why, of in missing.items()),
+            *_said_of(crowded, machine),
+            *waiting.said_of_others(fastest_s),
+        ),
+        slower=tuple(_slower(waiting.above(fastest_s))),
         notes=tuple(notes),
         best=best,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Closed:
+    """bound_s: [Note: in the order of bounds].
+    activation_bytes, model_bytes: of stage 0 ([Note: less recomputation]); 0: not counted.
+    """
+
+    way: Way
+    bound_s: float = 0.0
+    activation_bytes: int = 0
+    model_bytes: int = 0
+
+
+class _Waiting:
+    """[Note: less recomputation]."""
+
+    def __init__(self, ways: Sequence[_Closed], *, room_bytes: int, every: bool) -> None:
+        self.ways = {closed.way: closed for closed in ways}
+        self.room_bytes = room_bytes
+        self.every = every
+        self.waits_s: dict[Way, float] = {}  # by the way without its recomputation
+
+    def next_below(self, fastest_s: float) -> Way | None:
+        below = [way for way, closed in self.ways.items() if self._least_s(closed) <= fastest_s]
+        return min(below, key=lambda way: (way.keeps, self._least_s(self.ways[way])), default=None)
+
+    def planned(self, way: Way, seconds: float) -> None:
+        self.waits_s[way.but(None)] = seconds - self.ways.pop(way).bound_s
+
+    def above(self, fastest_s: float) -> list[_Closed]:
+        """By their bounds."""
+        return sorted((c for c in self.ways.values() if c.bound_s > fastest_s), key=lambda c: c.bound_s)
+
+    def said_of_others(self, fastest_s: float) -> list[str]:
+        count = len(self.ways) - len(self.above(fastest_s))
+        why = "that recompute less: they wait as long as the same way that recomputes more, or have no room on the GPU"
+        return [f"{format_count(count, 'way')} {why}"] if count else []
+
+    def _least_s(self, closed: _Closed) -> float:
+        if self.every:
+            return 0.0
+        plain = closed.way.but(None)
+        if plain not in self.waits_s and closed.activation_bytes + closed.model_bytes > self.room_bytes:
+            return inf
+        return closed.bound_s + self.waits_s.get(plain, 0.0)
+
+
+def _said_of(crowded: Mapping[str, Sequence[int]], machine: Machine) -> Iterator[str]:
+    for how, sizes in crowded.items():
+        count, least, has = format_count(len(sizes), "way"), format_bytes(min(sizes)), machine.gpu_budget_bytes
+        yield f"{count} recomputing {how}: activations alone take {least} or more of the {format_bytes(has)} of a GPU"
+
+
+def _slower(ways: Iterable[_Closed]) -> list[str]:
+    """With the least bound of all that is recomputed."""
+    alike: dict[Way, list[_Closed]] = {}
+    for closed in ways:
+        alike.setdefault(closed.way.but(None), []).append(closed)
+    said = []
+    for plain, each in alike.items():
+        kinds = " or ".join(closed.way.recompute for closed in each if closed.way.recompute)
+        said.append(f"{plain.but(kinds or None)} ({format_s(min(closed.bound_s for closed in each))})")
+    return said
 
 
 def _place(row: StagesRow) -> tuple[bool, float]:
@@ -217,6 +306,7 @@ class _Asked:
             batch=way.batch,
             micro_batches=way.micro_batches,
             fits=False,
+            recompute=way.recompute,
         )
         stages, schedule = way.parallelism.pipeline, way.parallelism.schedule
         counts = (2 * stages, 3 * stages) if schedule == INTERLEAVED else (stages + 1, max(2 * stages, 3))
@@ -236,8 +326,33 @@ class _Asked:
             return replace(short, needed_bytes=error.needed_bytes, available_bytes=error.available_bytes), None
 
     def _plan(self, way: Way, policy: str, *, again: bool = False) -> PlannedStages:
-        own = replace(self.job, batch=way.batch, micro_batches=way.micro_batches)
-        return plan_stages(own, self.machine, self.policies[policy], way.parallelism, self.settings, again=again)
+        return plan_stages(
+            way.of(self.job), self.machine, self.policies[policy], way.parallelism, self.settings, again=again
+        )
+
+    def closed_forms(self, ways: Sequence[Way], missing: dict[str, list[str]]) -> list[_Closed]:
+        """missing: gets what cannot be. Raises ModelError if nothing can."""
+        found, layouts = list[_Closed](), _Layouts()
+        for way in ways:
+            try:
+                found.append(self._closed(way, layouts))
+            except ModelError as error:
+                missing.setdefault(f"by any policy: {error}", []).append(str(way.parallelism))
+                refusal = error
+        if ways and not found:
+            raise refusal
+        return found
+
+    def _closed(self, way: Way, layouts: _Layouts) -> _Closed:
+        if self.alone:
+            return _Closed(way=way)
+        parts = list(micro_batch_of_parts(way.of(self.job), self.machine, way.parallelism))
+        bound_s = _bound_s(parts, self.machine, way, self.settings, layouts)
+        if way.recompute in (None, ALL_BLOCKS) or any(map(self._searches, self.policies)):
+            return _Closed(way=way, bound_s=bound_s)
+        on, own = machine_of_stage(self.machine, way.parallelism, 0), parts[:: way.parallelism.pipeline]
+        beside = sum(one.weights_bytes + one.states_bytes for one, _ in own) // on.data_parallel_size
+        return _Closed(way=way, bound_s=bound_s, activation_bytes=_activation_bytes(way, parts), model_bytes=beside)
 
     def _searches(self, policy: str) -> bool:
         named = self.policies[policy]
@@ -267,14 +382,30 @@ def _on_line(few: StagesRow, more: StagesRow, counts: Sequence[int], micro_batch
     )
 
 
-def _bound_s(job: Job, machine: Machine, way: Way, settings: Settings) -> float:
-    own = replace(job, batch=way.batch, micro_batches=way.micro_batches)
+def _activation_bytes(way: Way, parts: Sequence[Part]) -> int:
+    """Of stage 0, which holds most, in a full pipeline."""
+    spread = way.parallelism
+    filling = spread.pipeline * (1 + (spread.virtual > 1))
+    cells = cells_of(spread.schedule, spread.pipeline, min(way.micro_batches, filling), spread.virtual)
+    return max(m.peak_bytes for m in in_schedule(parts[:: spread.pipeline], cells, 0).moments)
+
+
+class _Layouts(dict[tuple[Tensor, ...], Layout]):
+    """Of parts by their tensors."""
+
+    def of(self, part: Workload) -> Layout:
+        if part.tensors not in self:
+            self[part.tensors] = build_layout(part)
+        return self[part.tensors]
+
+
+def _bound_s(parts: Sequence[Part], machine: Machine, way: Way, settings: Settings, layouts: _Layouts) -> float:
     before_s = longest_s = 0.0
-    stages, parts = way.parallelism.pipeline, list(micro_batch_of_parts(own, machine, way.parallelism))
+    stages = way.parallelism.pipeline
     for number in range(stages):
         on, seconds = machine_of_stage(machine, way.parallelism, number), []
         for one, _ in parts[number::stages]:
-            *moments_s, step_s = CostModel(one, on, build_layout(one)).moments_s
+            *moments_s, step_s = CostModel(one, on, layouts.of(one)).moments_s
             seconds.append(sum(moments_s))
         meet = settings.barrier(parts[0][0].compute_dtype) is not None
         longest_s = max(longest_s, before_s * meet + way.micro_batches * sum(seconds) + step_s)

@@ -9,6 +9,9 @@ model as sharing them and gathers keys, only where they are too few for all rank
 are whole on each rank, or shared by as many ranks as a node or all have. Stages have one part, or two (interleaved)
 with the micro-batches asked for. Pipelines whose bubble, (p-1)/(v m+p-1) for v parts, is above MOST_BUBBLE are left
 out. "all" plans every way, schedule, two and four parts, and sequence parallelism or not.
+
+[Note: what is recomputed] If the job does not say, nothing, every second block (or the scores of attention that keeps
+them) and all are tried.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from pstar_sim.policy.registry import Policy, can
 from pstar_sim.units import format_count
 from pstar_sim.workload.parallelism import CUTS, Parallelism
 from pstar_sim.workload.pipeline import INTERLEAVED, SCHEDULES
+from pstar_sim.workload.workload import ATTENTION_ALONE
 
 ASKED = ("auto", "all")
 """Questions about parallelism: the ways that can be the fastest, and every way."""
@@ -35,8 +39,9 @@ _FEWER = 4
 """How many times fewer micro-batches are tried too where there is no pipeline."""
 LONG = 0.5
 """Share of a GPU, by Korthikanti's terms, that one sequence takes where "auto" splits it."""
-
-
+NOTHING, ALL_BLOCKS = "none", "all"
+"""What is recomputed, beside the values of the axis."""
+_SECOND = "every-2"
 _ENOUGH = "ranks can share the sequences, and each has room for one"
 MOST_BUBBLE = 0.5
 """Largest bubble, by its closed form, of a pipeline that "auto" plans."""
@@ -44,9 +49,31 @@ MOST_BUBBLE = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
+    """recompute: NOTHING, ALL_BLOCKS or as the axis; None: as the job says."""
+
     parallelism: Parallelism
     batch: int
     micro_batches: int
+    recompute: str | None = None
+
+    def __str__(self) -> str:
+        how = "" if self.recompute is None else f" recomputing {self.recompute}"
+        return f"{self.parallelism} {self.batch} x {self.micro_batches}{how}"
+
+    @property
+    def keeps(self) -> int:
+        """More with less recomputation."""
+        return {NOTHING: 2, ALL_BLOCKS: 0, None: 0}.get(self.recompute, 1)
+
+    def but(self, recompute: str | None) -> Way:
+        return replace(self, recompute=recompute)
+
+    def of(self, job: Job) -> Job:
+        job = replace(job, batch=self.batch, micro_batches=self.micro_batches)
+        if self.recompute is None:
+            return job
+        whole = {NOTHING: False, ALL_BLOCKS: True}.get(self.recompute)
+        return replace(job, checkpointing=whole, recompute=None if whole is not None else self.recompute)
 
 
 def ways_of(
@@ -60,7 +87,8 @@ def ways_of(
     Raises PstarError for a text that names none, and for a job of no preset.
     """
     if parallel in ASKED:
-        return ways_to_spread(job, machine, every=parallel == ASKED[1], shape=shape)
+        ways, left_out = ways_to_spread(job, machine, every=parallel == ASKED[1], shape=shape)
+        return [way.but(how) for way in ways for how in _recomputations(job, shape)], left_out
     if job.model is None or job.batch is None:
         raise PstarError("a trace is of a whole model; give a model, whose preset is spread, with batch and seq")
     of_file = isinstance(parallel, Parallelism)  # which says its micro-batches, too
@@ -72,6 +100,16 @@ def ways_of(
         return [one], []
     single = f"{parallel} in single sequences, --batch {data} --micro-batches {sequences // data}"
     return [one], [f"{single}: a way that is named runs in the micro-batches asked; auto tries both"]
+
+
+def _recomputations(job: Job, shape: ModelEntry | None) -> list[str | None]:
+    """[Note: what is recomputed]."""
+    assert job.model is not None
+    if job.checkpointing is not None or job.recompute is not None:
+        return [None]
+    part = ATTENTION_ALONE if job.given.get("attention") == "math" else _SECOND
+    some = [part] if part != _SECOND or (shape or model_entry(job.model)).layers > 1 else []
+    return [NOTHING, *some, ALL_BLOCKS]
 
 
 def ways_to_spread(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from math import inf
 
 from pstar_sim.catalog.machine import Machine
@@ -44,9 +43,9 @@ def stages_shortage(
     every = list(ways)
     alone = len(every) == 1
     for _, way in (pair for each in every for pair in with_shards({"": policy}, each, machine, alone=alone)):
-        own, spread = replace(job, batch=way.batch, micro_batches=way.micro_batches), way.parallelism
+        spread = way.parallelism
         try:
-            workloads = stages_of(own, machine, spread, shape=shape)
+            workloads = stages_of(way.of(job), machine, spread, shape=shape)
         except ModelError as error:
             unable.append(error)
             continue

@@ -434,7 +434,7 @@ def _offer_cells(row: Offer) -> tuple[str, ...]:
         str(row.gpus),
         ("yes" if row.in_time else "no")
         + ("" if row.in_time_is_sure else f", within {format_error(row.expected_error)}"),
-        ", ".join(filter(None, (row.policy, row.parallel))),
+        ", ".join(filter(None, (row.policy, row.parallel, row.recompute and f"recomputing {row.recompute}"))),
         f"{row.batch} x {row.micro_batches}",
         "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
         format_error(row.expected_error),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -45,15 +45,19 @@ def stages_text(comparison: StagesComparison, *, width: int | None = None) -> st
     said = "".join(f", {words}" for words in job.words)
     lines = wrap(f"{job.model}, sequence {job.seq}{said}, on {machine.name}: {machine.world_size} GPUs", width)
     if fitting:
-        lines += ["", table_text(HEADS, [_cells(row) for row in fitting], width=width, keys=2).rstrip()]
+        chosen = any(row.recompute for row in fitting)
+        recomputed = [("recomputed", *(row.recompute or "" for row in fitting))] if chosen else []
+        columns = list(zip(HEADS, *map(_cells, fitting)))
+        heads, *rows = zip(*columns[:3], *recomputed, *columns[3:])
+        lines += ["", table_text(heads, rows, width=width, keys=2).rstrip()]
+        if chosen:
+            lines += ["", *wrap(f"flags of the fastest: {comparison.flags}", width)]
     unfit = [row for row in comparison.rows if not row.fits]
     if len(unfit) == 1:
         lines += ["", *wrap(f"{unfit[0].parallel}: {unfit[0].reason}", width)]
     for policy in dict.fromkeys(row.policy for row in unfit if len(unfit) > 1):
-        lines += [
-            "",
-            *wrap(f"{policy} does not fit: {'; '.join(_lacks(r) for r in unfit if r.policy == policy)}", width),
-        ]
+        lacking = "; ".join(map(_lacks, _nearest(row for row in unfit if row.policy == policy)))
+        lines += ["", *wrap(f"{policy} does not fit: {lacking}", width)]
     if comparison.slower:
         words = "not planned, because no plan of it would be faster than the seconds in brackets"
         lines += ["", *wrap(f"{words}: {', '.join(comparison.slower)}", width)]
@@ -84,9 +88,17 @@ def _cells(row: StagesRow) -> tuple[str, ...]:
     )
 
 
+def _nearest(rows: Iterable[StagesRow]) -> Iterable[StagesRow]:
+    """Of each way the recomputation that lacks least."""
+    nearest: dict[tuple[str, int], StagesRow] = {}
+    for row in sorted(rows, key=lambda row: (row.needed_bytes or 0) - (row.available_bytes or 0)):
+        nearest.setdefault((row.parallel, row.micro_batches), row)
+    return nearest.values()
+
+
 def _lacks(row: StagesRow) -> str:
     needs, has = format_size(row.needed_bytes), format_size(row.available_bytes)
-    return f"{row.parallel} {row.batch} x {row.micro_batches} needs {needs} of {row.short_of} and has {has}"
+    return f"{row.way} needs {needs} of {row.short_of} and has {has}"
 
 
 def _span(sizes: Sequence[int]) -> str:

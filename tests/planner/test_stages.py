@@ -818,6 +818,73 @@ def test_a_pipeline_that_is_named_says_what_auto_would_try_beside_it(node: Machi
     assert ways_of(replace(job, batch=2, micro_batches=4), node, "pp=2")[1] == []
 
 
+class TestRecomputation:
+    """Two GPUs with room for every activation, then with room for fewer. What is chosen is what its flags run."""
+
+    JOB = Job(model="gpt2", batch=2, seq=1024)
+
+    def kinds(self, job: Job, machine: Machine) -> list[str | None]:
+        ways, _ = ways_of(job, machine, "auto")
+        return list(dict.fromkeys(way.recompute for way in ways))
+
+    def test_what_the_job_leaves_open_is_tried(self, node: Machine) -> None:
+        assert self.kinds(self.JOB, node) == ["none", "every-2", "all"]
+        assert self.kinds(replace(self.JOB, attention="math"), node) == ["none", "attention", "all"]
+        for said in ({"checkpointing": True}, {"checkpointing": False}, {"recompute": "every-3"}):
+            assert self.kinds(replace(self.JOB, **said), node) == [None]  # type: ignore[arg-type]
+        (named,), _ = ways_of(self.JOB, node, "dp=4")
+        assert named.recompute is None and named.of(self.JOB).checkpointing is None
+        way = Way(parallelism=Parallelism(data=4), batch=4, micro_batches=1)
+        jobs = [
+            way.but(how).of(replace(self.JOB, checkpointing=True)) for how in ("none", "attention", "every-2", "all")
+        ]
+        said_of_jobs = [(job.checkpointing, job.recompute) for job in jobs]
+        assert said_of_jobs == [(False, None), (None, "attention"), (None, "every-2"), (True, None)]
+
+    @pytest.mark.parametrize(
+        ("memory", "how", "flag"), [("40GB", "none", "--no-checkpointing"), ("3GB", "every-2", "--recompute every-2")]
+    )
+    def test_less_is_recomputed_where_there_is_room(
+        self, memory: str, how: str, flag: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        machine = load_machine("a100-40x8", gpus=2, gpu_memory=memory)
+        ways, _ = ways_of(self.JOB, machine, "auto")
+        few, every = (compare_stages(self.JOB, machine, ["all_on_gpu"], ways, every=every) for every in (False, True))
+        assert few.best is not None and every.best is not None
+        assert few.rows[0].recompute == every.rows[0].recompute == how
+        assert few.rows[0].iteration_s == every.rows[0].iteration_s  # what is left out would not be faster
+        assert len(few.rows) < len(every.rows)
+        assert few.flags.endswith(flag) and f"flags of the fastest: {few.flags}" in stages_text(few, width=400)
+        job = ["--model", "gpt2", "--batch", "2", "--seq", "1024"]
+        where = ["--machine", "a100-40x8", "--gpus", "2", "--gpu-memory", memory]
+        assert main(["compare", *job, *where, *few.flags.split(), "--json"]) == 0
+        (row,) = json.loads(capsys.readouterr().out)["rows"]
+        assert (row["iteration_s"], row["recompute"]) == (few.rows[0].iteration_s, None)
+
+    def test_activations_without_room_are_counted(self) -> None:
+        """A GPU that holds a part of what nothing recomputed keeps."""
+        machine = load_machine("a100-40x8", gpus=2, gpu_memory="2GB")
+        job = replace(self.JOB, batch=8)
+        ways, _ = ways_of(job, machine, "auto")
+        found = compare_stages(job, machine, ["all_on_gpu", "tide"], ways)
+        assert found.rows[0].fits and "none" not in {row.recompute for row in found.rows if row.batch == 8}
+        (words,) = [words for words in found.left_out if "recomputing none: activations alone take" in words]
+        least = int(words.split()[0])
+        assert 0 < least <= sum(way.recompute == "none" for way in ways)
+
+    def test_a_set_of_plans_and_the_files_written_from_it_carry_the_choice(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        file, titan = str(tmp_path / "plan.json"), tmp_path / "x.toml"
+        job = ["--model", "tiny-gpt2", "--batch", "2", "--seq", "64", "--machine", "a100-40", "--gpus", "2"]
+        assert main(["plan", *job, "--parallel", "auto", "--policy", "all_on_gpu", "-o", file]) == 0
+        assert " recomputing none, " in " ".join(capsys.readouterr().out.split())
+        plans = read_plans(Path(file))
+        assert isinstance(plans, PlanSet) and not any(plan.workload.checkpointing for plan in plans.plans)
+        assert main(["export", file, "--torchtitan", str(titan)]) == 0
+        assert 'mode = "none"' in titan.read_text()
+
+
 class TestOtherQuestions:
     """Each question that takes a parallelism answers with what `compare` plans."""
 
@@ -1002,7 +1069,7 @@ class TestCommands:
         assert (
             "dp=2" in text
             and "bubble" in text
-            and "pp=2,dp=1 1 x 4 (" in " ".join(text.split("in brackets: ")[-1].split())
+            and "pp=2,dp=1 1 x 4 recomputing" in " ".join(text.split("in brackets: ")[-1].split())
         )
         assert main(["compare", *args, "--global-batch", "4"]) == 2
         assert "--parallel auto does not go with --global-batch" in capsys.readouterr().err
