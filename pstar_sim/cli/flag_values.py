@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, get_args
 
 import typer
 
@@ -17,21 +16,9 @@ from pstar_sim.files import check_writable
 from pstar_sim.quantities import FACTOR, LENGTH, NUMBER, TIME, Quantity
 from pstar_sim.words import meant
 
-T = TypeVar("T")
 LENGTH_UNIT = re.compile("[a-z]+$")
 
 
-def _value(parse: Callable[[str], T]) -> Callable[[Any], T]:
-    """Typer hands defaults, already values, to the parser too."""
-
-    @functools.wraps(parse)
-    def parse_text(given: Any) -> T:
-        return parse(given) if isinstance(given, str) else given
-
-    return parse_text
-
-
-@_value
 def positive(text: str) -> int:
     value = _whole(text, least=1)
     if value < 1:
@@ -46,18 +33,15 @@ class Counts:
     values: tuple[int, ...]
 
 
-@_value
 def counts(text: str) -> Counts:
     """Reads "4" or "1,2,4"."""
     return Counts(tuple(dict.fromkeys(_whole(part.strip(), least=1) for part in text.split(","))))
 
 
-@_value
 def natural(text: str) -> int:
     return _whole(text, least=0)
 
 
-@_value
 def tokens(text: str) -> int:
     """Reads "4096", or "16k" and "1M" as people count: 16 * 1,024 and 1,024 * 1,024 tokens."""
     factor = {"k": 1024, "m": 1024**2}.get(text[-1:].lower(), 1)
@@ -78,7 +62,6 @@ def _whole(text: str, *, least: int) -> int:
     return int(text)
 
 
-@_value
 def port(text: str) -> int:
     value = _whole(text, least=1)
     if not 1 <= value <= 65535:
@@ -86,7 +69,6 @@ def port(text: str) -> int:
     return value
 
 
-@_value
 def learning_rate(text: str) -> float:
     try:
         value = float(text)
@@ -97,7 +79,6 @@ def learning_rate(text: str) -> float:
     return value
 
 
-@_value
 def new_file(text: str) -> str:
     """Writing is tried before any work is done for the file."""
     try:
@@ -107,7 +88,6 @@ def new_file(text: str) -> str:
     return text
 
 
-@_value
 def new_csv(text: str) -> str:
     if Path(text).suffix.lower() != ".csv":
         raise typer.BadParameter(f"{text}: give a table a name that ends in .csv")
@@ -119,7 +99,6 @@ class Inches(NamedTuple):
     height: float | None
 
 
-@_value
 def size_inches(text: str) -> Inches:
     """Reads "3.3", "3.3x2.5", "85mm" or "8.5x6cm", with one unit for both."""
     width, by, height = text.lower().partition("x")
@@ -131,7 +110,6 @@ def size_inches(text: str) -> Inches:
     return Inches(sizes[0], sizes[1] if by else None)
 
 
-@_value
 def new_page(text: str) -> str:
     path = Path(text)
     if path.suffix.lower() not in (".html", ".htm") and not path.is_dir():
@@ -152,26 +130,22 @@ def _within(value: float, text: str, least: float, most: float, want: str) -> fl
     return value
 
 
-@_value
 def count(text: str) -> float:
     """Reads "300e9", "3.5B" or "2T"."""
     return _within(_number(NUMBER, text), text, 1, 1e18, "a positive number such as 300e9 or 3B")
 
 
-@_value
 def duration_s(text: str) -> float:
     """Reads "14d" or "36h"."""
     return _within(_number(TIME, text), text, 1e-9, 1e18, "a positive time such as 14d, 36h or 2w")
 
 
-@_value
 def share(text: str) -> float:
     """Reads "10%" or "0.1"."""
     value = _number(FACTOR, text.removesuffix("%").rstrip()) / (100 if text.endswith("%") else 1)
     return _within(value, text, 1e-9, 10, "a share above 0 and up to 10, such as 10% or 0.5")
 
 
-@_value
 def loading(text: str) -> str:
     from pstar_sim.workload.loading import loading_of
 
@@ -181,13 +155,11 @@ def loading(text: str) -> str:
         raise typer.BadParameter(str(error)) from None
 
 
-@_value
 def factor(text: str) -> float:
     """Reads "4" or "0.25"."""
     return _within(_number(FACTOR, text), text, 1e-9, 1e9, "a number above 0 such as 4 or 0.5")
 
 
-@_value
 def policy(text: str) -> str:
     """Reads names that users of other frameworks know."""
     from pstar_sim.policy.registry import own_words
@@ -215,7 +187,7 @@ def one_of(choices: Any, words: Mapping[str, str] | None = None) -> Callable[[An
             raise typer.BadParameter(f"invalid choice: {text!r} (choose from {', '.join(names)}){hint}")
         return text
 
-    return _value(parse)
+    return parse
 
 
 def ways_of_loading(incomplete: str) -> list[str]:
