@@ -123,7 +123,6 @@ def capture(
 
 
 def _taken(axes: AxesGiven) -> tuple[Adapter | None, str | None]:
-    """Adapter and base, which no module is built with. Raises ModelError for a base alone."""
     given = Axes(**axes).given
     lora, base = given.get("lora"), given.get("base")
     axes.pop("lora", None)
@@ -133,7 +132,6 @@ def _taken(axes: AxesGiven) -> tuple[Adapter | None, str | None]:
 
 
 def _freeze(module: nn.Module, beside: Adapter) -> None:
-    """All but the targets' matrices and what is saved. Raises ModelError for a target that is no linear module."""
     classes = {name: type(part).__name__ for name, part in module.named_modules()}
     linear = [name for name, part in module.named_modules() if isinstance(part, nn.Linear) or classes[name] == "Conv1D"]
     head = getattr(module, "get_output_embeddings", lambda: None)()

@@ -131,7 +131,6 @@ _DESCRIBED: dict[tuple[str, str], type[Optimizer]] = {
 
 
 def _largest(optimizer: torch.optim.Optimizer, name: str) -> Any:
-    """The default; of the momentum, the largest of any group, which decides what states there are."""
     if name == "momentum":
         return max(float(group[name]) for group in optimizer.param_groups)
     return optimizer.defaults[name]

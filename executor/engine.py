@@ -1,8 +1,8 @@
 """Session: a model under a plan.
 
-The user's thread is the compute queue; the other queues run by themselves (`queues/`). `driving/loop.py` receives the
-acts of the training loop, and `session/cursor.py` has the table of those that may come next. `session/following.py`
-carries out an iteration on plan, `off_plan/demand.py` one that left it.
+The user's thread is the compute queue. `driving/loop.py` receives the acts of the training loop, `session/cursor.py`
+has the table of those that may come next. `session/following.py` carries out an iteration on plan, `off_plan/demand.py`
+one that left it.
 """
 
 from __future__ import annotations

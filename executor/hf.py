@@ -7,13 +7,11 @@ machine, and prepare the model. `connect(trainer)` is for a model that the scrip
 [Note: clipping] A plain `Trainer` clips gradients between backward and `optimizer.step()`, through
 `accelerator.clip_grad_norm_`. Under a plan they have left for their chunks by then, and `AdamW(max_grad_norm=)` clips
 them inside `optimizer.step()`. `connect` checks that both clip at the same norm, and gives the Trainer the session's.
-Without it, `trainer.train()` stops at its first clipping with a ContractError. `executor/examples/trainer.py` is a
-whole script.
+Without it, `trainer.train()` stops at its first clipping with a ContractError.
 
 Checkpoints hold the folder `pstar` (`saving/checkpoint.py`), from which `trainer.train(resume_from_checkpoint=)`
 continues bit-identically, under another plan too. They are plain checkpoints too: `optimizer.pt` has the moments a
-second time, because a plain Trainer without them silently begins with empty ones. The Trainer itself saves the weights,
-in the plan's dtype, and all else.
+second time, without which a plain Trainer silently begins with empty ones.
 
 Tested with transformers 5.23 and accelerate 1.15. transformers is not imported before `connect` or `train`.
 """
@@ -502,7 +500,6 @@ def _resumed_from(trainer: Any, asked: Any) -> Any:
 
 
 def _last_whole(output_dir: str) -> str | None:
-    """With the file that a Trainer writes last. A warning names later incomplete ones."""
     folders = {int(path.name.rpartition("-")[2]): path for path in Path(output_dir).glob(f"{CHECKPOINT}-*")
                if path.name.rpartition("-")[2].isdigit()}  # fmt: skip
     for _, path in sorted(folders.items(), reverse=True):

@@ -294,7 +294,6 @@ def _no_result(metric: Metric | MetricCollection) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
-    """A capture's ModelError about numbers that were read says what a LightningModule does instead."""
     try:
         yield
     except ModelError as error:

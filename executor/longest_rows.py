@@ -62,7 +62,6 @@ def _choices(rows: Any, count: int) -> list[list[int]]:
 
 
 def _columns_that_differ(lengths: Mapping[int, Mapping[str, int]], names: Sequence[str]) -> list[str]:
-    """Up to JOINED columns with the longest rows, without those of one length and twins (a mask beside its tokens)."""
     found: dict[tuple[int, ...], str] = {}
     for name in names:
         column = tuple(of_row.get(name, 0) for of_row in lengths.values())

@@ -1,13 +1,10 @@
 """Offloading: puts a model and its torch optimizer under a plan for this machine, in one call.
 
-`hf.py`, `lightning.py` and `axolotl.py` do the same for their trainers.
-
 [Note: mixed precision] Scripts that ask for mixed precision (`bf16=True`) have a model in fp32 and cast inside every
 operator. Here every floating parameter is converted to the plan's dtype once, and the fp32 values become the master
 copies; updates, and sums over several micro-batches, are in fp32. The script's own autocast stays around the forward.
 Buffers keep their dtype, and so do parameters of batch norms, whose kernels want that of their running statistics. The
-result differs from the script's own run by the rounding of the working copies: norms, biases and embeddings are read in
-16 bits, as are activations between blocks where the embeddings are.
+result differs from the script's own run by the rounding of the working copies.
 """
 
 from __future__ import annotations

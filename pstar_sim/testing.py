@@ -237,8 +237,8 @@ def random_workload(
 ) -> Workload:
     """A small model of random shape (1-8 layers, 1-4 micro-batches), the same for the same seed: an embedding, layers
     of one to three matrices and small tensors, and a head. Sometimes the head is tied, or there is a very large tensor,
-    a frozen layer, two optimizer groups, a layer used twice or a tensor never read. Something is trainable. None is
-    chosen at random; `unused=False` and the like leave a feature out."""
+    a frozen layer, two optimizer groups, a layer used twice or a tensor never read. None is chosen at random;
+    `unused=False` and the like leave a feature out."""
     rng = seed if isinstance(seed, random.Random) else random.Random(seed)
 
     def decide(wanted: bool | None, probability: float) -> bool:
@@ -530,8 +530,8 @@ def check_policy(
 ) -> PolicyReport:
     """Checker and simulator on `examples` random workloads, machines and settings.
 
-    A plan has to be for the job, the same in two calls, proved by `check_plan` (right and within budgets in every legal
-    interleaving), and within budgets when played with the cost model's and random durations. DoesNotFit has to name
+    A plan has to be for the job, the same in two calls, proved by `check_plan`, and within budgets when played with the
+    cost model's and random durations. DoesNotFit has to name
     more bytes than there are.
 
     Raises PstarError with the example's seed and fault; `check_policy(policy, examples=1, seed=SEED)` repeats it.

@@ -1,9 +1,9 @@
 """Rates of products by shape and of fused attention: the figures of `ProductShape`.
 
 [Note: shapes as training has them] A linear layer of k inputs and n outputs on m rows makes products (m, k, n) in
-forward, (m, n, k) for its input's gradient and (k, m, n) for its weight's. Each is timed alone, with weights that are
-not in a cache. The rate of large products is the best of `compute.matmul_rates`, others are fitted by least squares of
-the logarithms. An accelerator of one thread has one multiprocessor, so no loss of a last wave is fitted.
+forward, (m, n, k) for its input's gradient and (k, m, n) for its weight's. The rate of large products is the best of
+`compute.matmul_rates`, others are fitted by least squares of the logarithms. An accelerator of one thread has one
+multiprocessor, so no loss of a last wave is fitted.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """Backends: the engine's interface to an accelerator, and the virtual accelerator.
 
-`VirtualBackend` is a real one: its "gpu" is a byte-budgeted part of host memory, and its copies last as long as the
-link's bandwidth says.
-
 [Note: glibc and eviction] glibc gives big blocks back to the system at every eviction, and fresh pages cost more than
 kept ones (16-47 ms for 32 MiB beside 2.5 ms). `keep_freed_pages` tells malloc, once per process, to keep them, with one
-arena for all queues' threads. Holes between kept blocks may fit no later block (500 MB beside payloads of 84 MB). A
-plan with lists on disks is for a host with little memory, and waits for disks rather than pages: there
-`map_large_blocks` gives each large block pages of its own.
+arena for all queues' threads. Holes between kept blocks may fit no later block (500 MB beside payloads of 84 MB), so
+under a plan with lists on disks, which waits for these rather than for pages, `map_large_blocks` gives each large block
+pages of its own.
 """
 
 from __future__ import annotations

@@ -6,18 +6,16 @@ most come from one private MemPool, in which any free block fits. The pool may g
 and the payloads that always stay. Where operators are refused memory all the same (ladder.py), `give_back` replaces it;
 torch returns the free blocks of a pool without a holder to the driver.
 
-Other payloads are allocated outside the pool, under a stream of their own, apart from the user's tensors. Their free
-blocks go back to the driver when the tide, or another size, needs the room, which stops the device and is counted in
-`exchanges`.
+Other payloads are allocated outside the pool, under a stream of their own. Their free blocks go back to the driver when
+the tide, or another size, needs the room, which stops the device and is counted in `exchanges`.
 
 [Note: exchanges] An exchange also drops the memory that torch keeps for operators, which ask the driver for it again.
-So it comes when more than the budget and a slack would be reserved, and gives back all that is free. The slack is 0
-where the plan takes all bytes of the card. It begins with a twentieth of the budget, at least 64 MiB, and doubles with
-each exchange, up to the bytes beyond the budget. Free pieces of segments in use cannot go back, so no exchange is made
-for them.
+So it comes when more than the budget and a slack would be reserved, and gives back all that is free. The slack (0 where
+the plan takes all bytes of the card) begins with a twentieth of the budget, at least 64 MiB, and doubles with each
+exchange, up to the bytes beyond the budget. Free pieces of segments in use cannot go back.
 
-[Note: segments] torch takes memory from the driver in segments, from which it cuts blocks below 10 MiB. Blocks are
-counted by the bytes that they take of a segment, the pool by its segments.
+[Note: segments] torch cuts blocks below 10 MiB from segments of the driver. Blocks are counted by the bytes that they
+take of a segment, the pool by its segments.
 
 [Note: pages] torch cuts small tensors from free blocks of large ones, so the next large tensor (logits, attention)
 finds no whole block and takes new memory. With `expandable_segments` each stream has one range of addresses, to which
@@ -26,11 +24,10 @@ and before a payload gets memory, free pages are unmapped if more than the budge
 exchange too, but the slack stays.
 
 Operators need no page for a rise of the tide while the pages of the highest tide are mapped and they use as much as in
-the last iteration. In a smaller batch the tide is less in proportion. A rise is assumed to find room where four times
-as much is free in their range. Payloads need pages where they hold more than at any time since the last exchange. Where
-the two ranges do not fit side by side at their largest, pages go to operators before the highest tide and back after
-it: two exchanges. One range for both would need none, but a copy into memory that operators have freed would wait for
-all issued work.
+the last iteration. A rise is assumed to find room where four times as much is free in their range. Payloads need pages
+where they hold more than at any time since the last exchange. Where the two ranges do not fit side by side at their
+largest, pages go to operators before the highest tide and back after it: two exchanges. With one range for both, a copy
+into memory that operators have freed would wait for all issued work.
 
 [Note: others] Tensors on the device outside the plan are in what torch reserves, not in the budget: what is in use
 between two iterations beyond the plan's own.
@@ -40,14 +37,14 @@ no pages, two others: from max_split_size_mb on blocks stay whole, and, under a 
 one before it takes memory beyond the budget (garbage_collection_threshold, a share of what the process may reserve).
 The end of the last run restores torch's own settings.
 
-[Note: refused beside a pool] While a thread is inside a pool's context, torch (up to 2.11) does not give its cached
-blocks back to the driver for another thread: an operator is then refused memory although enough is idle. It runs once
-more inside `undisturbed`, where no thread is in a pool's context (`guard.py`). Where operators are not watched yet,
-`Ladder.recover` keeps the plan if the requested bytes are idle.
+[Note: refused beside a pool] While a thread is inside a pool's context, torch (up to 2.11) gives no cached blocks back
+to the driver for another thread, whose operator is refused memory although enough is idle. It runs once more inside
+`undisturbed` (`guard.py`). Where operators are not watched yet, `Ladder.recover` keeps the plan if the requested bytes
+are idle.
 
 [Note: graphs] While a CUDA graph is captured, no thread may take or give back memory, and dropping a pool can end the
 process, because its destructor cannot raise. A capture in the calling thread is refused with PlanError; one in another
-thread cannot be detected. Capture graphs before `prepare` or after `session.close()`.
+thread cannot be detected.
 
 [Note: torch versions] Neither context of torch26.py can be entered twice for one pool, hence the lock.
 """

@@ -11,8 +11,7 @@ its plan (`cannot_leave`).
 modules (routed experts), more batches, or nothing. A rank that needs a chunk comes to a meeting, which begins when all
 have come: for a chunk too, or at their next micro-batch, checkpoint or read parameter. A chunk that all need is
     gathered as in the plan; else every rank gives its slices of the needed chunks through host memory, and all meet
-    again until none is needed. Nothing is updated meanwhile. A meeting fails if a rank has left, and after timeout_s if
-    one waits elsewhere (in an all_reduce of the loop's own).
+    again until none is needed. A meeting fails if a rank has left, and after timeout_s.
 
 [Note: the weight of a rank] Each rank's loss has to be a mean over its batch. Rank r has b_r of a micro-batch's B
 sequences, and its gradient is multiplied by b_r / B on arrival, so the sum is the gradient of the mean over the joined

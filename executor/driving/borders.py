@@ -1,4 +1,4 @@
-"""Borders: a forward cut at its blocks, so that backward runs block by block.
+"""A forward cut at its blocks, so that backward runs block by block.
 
 [Note: borders] A block's inputs and outputs are cut out of the autograd graph. The consumer gets a tensor of the same
 memory in a new graph, whose gradient ends in a `Sink`; the producer keeps a `_CutOutput`, from which it later

@@ -1,8 +1,8 @@
 """session.status(): a run in a few figures, for a progress line or a log.
 
-It is read between two iterations, in any thread, without waiting, in some hundred microseconds. Figures are of the last
-finished iteration, as a timeline measures it (queues/measured_timeline.py); a copy's seconds across its border count
-where they lie. Bytes are of the newest iteration whose bytes ([Note: whose bytes]) are all copied.
+It is read between two iterations, in any thread, without waiting. Figures are of the last finished iteration, as a
+timeline measures it (queues/measured_timeline.py). Bytes are of the newest iteration whose bytes ([Note: whose bytes])
+are all copied.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ class LinkUse:
     moved_bytes: bytes that it copied, on plan or off; on plan the plan's.
     bytes_per_s: moved_bytes over the iteration's wall time.
     link_bytes_per_s: rate of the link (None: as fast as memory).
-    busy_share: part of the last finished iteration in which a copy of the plan ran, 0 to 1 (copies off plan run in the
-        compute queue).
+    busy_share: part of the last finished iteration in which a copy of the plan ran, 0 to 1.
     """
 
     iteration: int

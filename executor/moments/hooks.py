@@ -10,12 +10,11 @@ current moment and opens the next, of the phase named last:
     step            `step()`, which the optimizer calls                   ADAM
 
 Operations outside units belong to the moment in which they happen. Non-reentrant checkpointing stops a recomputation
-early, so an "end" may be missing, and the last recomputed module's backward lies in its "begin" moment. Outputs have
-tensor hooks: full backward hooks wrap outputs in views, which breaks in-place operations after a module.
+early, so an "end" may be missing. Outputs have tensor hooks: full backward hooks wrap outputs in views, which breaks
+in-place operations after a module.
 
 [Note: several models] A loop may call one model inside another's forward (a teacher), or between its forward and
-backward (a GAN). An operator belongs to the model whose event came last, until its moments are over: its backward or
-step has ended, or its forward has, which was an evaluation or ran in another's.
+backward (a GAN). An operator belongs to the model whose event came last, until its moments are over.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ Between two iterations the same policy makes a plan for such a batch and those o
 on demand, with the new plan before the next iteration. Where no plan fits, it runs on demand if it can, else it is
 refused.
 
-Batches that become longer with every step would need a plan each, so the n-th new plan comes after 2**n outgrown
-batches, except for one that cannot run otherwise.
+The n-th new plan comes after 2**n outgrown batches, except for one that cannot run otherwise.
 """
 
 from __future__ import annotations

@@ -72,8 +72,6 @@ class ByteText:
 
 
 def _texts(folder: Path) -> Iterator[Path]:
-    """By path, lazily; links to folders are not followed, and a folder that may not be listed counts as empty, as in
-    `rglob`."""
     try:
         entries = sorted(folder.iterdir(), key=lambda entry: entry.name)
     except PermissionError:

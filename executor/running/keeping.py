@@ -171,7 +171,6 @@ def _remove_older(folder: Path, newest: int) -> None:
 
 
 def _try_folder(folder: Path) -> None:
-    """Raise CheckpointError if nothing can be written to it, or to its parent if it does not exist yet."""
     place = next(p for p in (folder.resolve(), *folder.resolve().parents) if p.exists())
     try:
         with TemporaryFile(dir=place) as file:

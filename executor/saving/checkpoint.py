@@ -9,8 +9,7 @@
     pstar.json                    schema, iteration, parameters, groups, files with their sizes and checksums, and a
                                   checksum of its own; written last
 
-Everything is stored by tensor name, not by chunk, so a run can continue under another plan, policy, budget, chunk size
-or number of ranks, under the same plan bit-identically.
+Everything is stored by tensor name, not by chunk, so a run can continue under another plan or number of ranks.
 
 [Note: saving takes no memory] Values are written from the chunks, cast or from a device through one buffer of 16 MiB,
 after the updates in flight.

@@ -270,7 +270,6 @@ class Weights:
             self._buffers.append((module, key, source))
 
     def _renaming(self, model: nn.Module, names: Sequence[str]) -> Callable[[str], str]:
-        """From the model's to the file's: the base model's prefix as it is, added or removed, whichever finds most."""
         ways: list[Callable[[str], str]] = [lambda name: name]
         if hasattr(model, "peft_config"):
             ways.append(lambda name: name.removeprefix("base_model.model.").replace(".base_layer.", "."))

@@ -1,8 +1,8 @@
 """Compares the next batch with the plan's.
 
-A smaller one runs on plan: [Note: a smaller batch] in forms.py. One of another shape is captured under fake tensors, on
-a copy of the model without memory, and runs on plan if its tide is nowhere higher than the plan's. Otherwise it has
-outgrown the plan: off_plan/outgrown.py.
+A smaller one runs on plan: [Note: a smaller batch] in forms.py. One of another shape is captured under fake tensors,
+and runs on plan if its tide is nowhere higher than the plan's. Otherwise it has outgrown the plan:
+off_plan/outgrown.py.
 """
 
 from __future__ import annotations

@@ -78,7 +78,6 @@ def _copies(key: str, best: str) -> Points:
 
 
 def _check(what: str, part: object) -> str:
-    """Raise CatalogError for no number, or one out of range; returns the part's kind and name."""
     where = f"{what} {text(f'the name of a {what}', getattr(part, 'name', None), 'a text', error=CatalogError)!r}"
     check_figures(where, part)
     known = getattr(part, "known", KNOWN[0])

@@ -174,7 +174,6 @@ def _number(machine: Machine, path: str, figure: _Path, value: Value) -> float:
 
 
 def _changed(quantity: Quantity, present: float, change: re.Match[str]) -> float:
-    """By +10 % or x2; counts stay whole, and become 0 only by a decrease."""
     if change[3] is not None:
         number = present * float(change[3])
     else:

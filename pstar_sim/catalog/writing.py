@@ -34,7 +34,6 @@ def machine_toml(machine: Machine, *, checked: date) -> str:
 
 
 def _per_root(machine: Machine) -> int | None:
-    """On one PCIe switch, None without one. Raises CatalogError for switches of different widths."""
     local = machine.local_ranks
     roots = [r.root for r in machine.ranks[:local]]
     width = next((i for i, root in enumerate(roots) if root != roots[0]), local) if roots[0] is not None else None
@@ -101,7 +100,6 @@ def _of_part(
 
 
 def _holds(figure: Figure, part: object) -> bool:
-    """A curve does not hold if its rate was set by hand above the curve's best, or is none of Adam's."""
     if not isinstance(figure, Points) or not figure.get(part):
         return True
     kind: type = type(part)

@@ -176,8 +176,6 @@ def _agrees(w: Workload, job: OptionalWorkloadFlags) -> bool:
 
 
 def _preset_variants(job: OptionalWorkloadFlags, machine: Machine, share: int) -> tuple[Way, ...]:
-    """In SPLITS micro-batches, with and without recomputation (unless --checkpointing says), and mixed block by
-    block."""
     open_ = job.checkpointing is None and job.recompute is None
     choices = (True, False) if open_ else (job.checkpointing is not False,)
     possible = [split for split in SPLITS if share % split == 0]

@@ -84,10 +84,6 @@ class Clock:
             self._until[q] = now + max(0.0, rest) / rate
 
     def _rates_together(self, together: Sequence[float]) -> list[tuple[int, float]]:
-        """Speed of each queue that runs a step.
-
-        together: demand of each queue that uses host DRAM, negative where no step runs.
-        """
         sharing = [q for q, demand in zip(self._columns.on_dram, together) if demand >= 0.0]
         copies = [q in (H2D, D2H) for q in sharing]
         demands = [demand for demand in together if demand >= 0.0]

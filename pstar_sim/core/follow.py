@@ -234,7 +234,6 @@ class _Follower:
         return record
 
     def _ends_all(self, i: int, most: int) -> bool:
-        """The run is over when all queues have ended a steady iteration, or the last."""
         program, record, k = self.program, self.record, self.done[i]
         if program.queue_of[i] == program.compute:
             record.marks.append(len(record.events))

@@ -107,7 +107,6 @@ def _waits(steps: Sequence[Step], index: Mapping[int, int]) -> tuple[tuple[tuple
 
 
 def _behind_the_barrier(plan: Plan, adam: Sequence[int], waits: Sequence[Sequence[tuple[int, int]]]) -> Iterator[int]:
-    """CPU Adams that wait for the last moment, or follow one on their queue."""
     steps, last_moment = plan.steps, len(plan.workload.moments) - 1
     behind = False
     for i in adam:

@@ -11,8 +11,8 @@ be there when it starts; it takes bytes when it starts and frees them when it en
   in the working list. After gather the chunk is whole on this gpu. After reduce_scatter the own slice is the reduced
   gradient.
 - Stashes and borders: a stash, the activations that a block's forward keeps, is no chunk's list. Its bytes on the gpu
-  are part of the tide; its room on the host is held throughout. So are the bytes that pipeline stages send, whose sends
-  and receives begin and end together ([Note: stashes], [Note: borders] in workload/workload.py).
+  are part of the tide; its room on the host is held throughout. So are the bytes that pipeline stages send
+  ([Note: stashes], [Note: borders] in workload/workload.py).
 
 [Note: several ranks] Every rank runs the same program. With Layout.ranks = P > 1 a chunk's list is this rank's slice,
 1/P, and "remote" (beside "param") and "grad_remote" (beside "grad") are all others'. A chunk is read as a whole, and

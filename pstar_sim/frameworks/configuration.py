@@ -22,17 +22,14 @@ class Configuration:
 
     framework: target that reads and writes it (targets.py).
     policy: stands for the configuration, with its options.
-    model: that the file names, for a question that names none.
     dtype: None where the file leaves it to the script, as for all that follows up to `parallelism`.
     autocast: dtype of autocast over fp32 weights.
-    batch_per_gpu: sequences per micro-batch of each GPU.
     recompute: activations of less than all blocks.
     train_batch: sequences per iteration on all GPUs.
     parallelism: None for data parallelism alone.
     pinned: gradients and states on the host are page-locked.
     pinned_params: the same for parameters.
     loading: text of a `Loading`.
-    details: other values that decide how the framework allocates.
     left_open: options of the policy that the file leaves to the script, which sets them by the model's hidden size.
     notes: one line per setting that is not modelled.
     without_effect: keys that have no effect on memory and time.

@@ -58,7 +58,6 @@ def _planned_on(machine: Machine, gpu_bytes: int) -> Machine:
 
 
 def _copied(plan: Plan, configuration: Configuration) -> Plan:
-    """At the unpinned rate, if the configuration pins nothing and the policy has no option for this."""
     pinned = configuration.pinned or "pinned" in configuration.options
     if pinned or plan.machine.link.pageable_bytes_per_s is None:
         return plan

@@ -161,7 +161,6 @@ def _leaves(
 
 
 def _near(name: str, table: Mapping[str, Key], above: str) -> str:
-    """The most similar known key, in the same table, or of the same name."""
     beside = {one.removeprefix(above).partition(".")[0] for one in table if one.startswith(above)}
     near = nearest(name, sorted(beside - {"*"}))
     if near:

@@ -60,7 +60,6 @@ def _with_prefix(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _file(named: str, file: str) -> tuple[object, str]:
-    """(content, path) of a JSON file, relative to the folder of the file that names it or to this one."""
     paths = [Path(file).parent / named, Path(named)]
     path = next((path for path in paths if path.is_file()), None)
     if path is None:

@@ -3,11 +3,10 @@
 [Note: the ladder] The ladder begins at a published system, by default `patrickstar`. The next line is the point of the
 asynchronous policies (policy/kit/points.py) that is most like the system (`Capabilities.near`), else the plainest, with
 none of the ideas. There the queues run independently. Then one coordinate after the other takes its better values, down
-to the policy asked about. The gain of a line depends on the lines above it. `without` takes one idea out of the policy
-asked about.
+to the policy asked about. The gain of a line depends on the lines above it.
 
-Unless a setting itself makes Adam wait for all gradients, the ladder first drops the barrier, which may gain nothing by
-itself, and then lets Adam begin early.
+Unless a setting itself makes Adam wait for all gradients, the ladder first drops the barrier and then lets Adam begin
+early.
 """
 
 from __future__ import annotations
@@ -91,8 +90,8 @@ class Ablation(Collection):
     batch: sequences per micro-batch, of all GPUs together.
     settings: the settings asked for, with the chunk size that every line has.
     lines: the ladder. The gains of the lines that fit add up to total_s of the last.
-    without: the policy asked about (`policy`) with one idea taken out, one line per idea. The gains are against that
-        policy, so they are negative if the idea pays.
+    without: the policy asked about (`policy`) with one idea taken out, one line per idea; gains are negative if the
+        idea pays.
     """
 
     workload: Workload

@@ -5,7 +5,7 @@
 experts, is in fp32, in a dtype that the GPU lacks units for ("forced dtype") or has adapters, and whether the threads
 of CPU Adam are as a launcher leaves them ("as found"). Its errors are those of rows of whole iterations to which
 nothing is fitted ("tested") and from which no rule is inferred (`inferred` in scope.toml), kept in
-catalog/expected_errors.json by `pstar validate --write`. A policy without published runs has the errors of its class.
+catalog/expected_errors.json.
 
 [Note: bars] A bar is one standard deviation: 68 % of the rows of its class and policy had at most this error, every
 source (who published the rows) with the same weight, from at least FEWEST_SOURCES sources and FEWEST_ROWS rows. Without
@@ -13,10 +13,9 @@ such a class, the bar is that of all rows, or the largest of a class of the same
 counts the rows inside the bar that the other sources alone would give them.
 
 [Note: error of a change] Two times of one model and one machine share most of their errors, which cancel in their
-ratio. What remains is the error of the seconds by which they differ, with the bar of both times, unless the model is
-wrong about the term that binds. If nothing cancels, the bar is that of a ratio of independent times, the smaller where
-one time is less than half of the other; it also serves times of different numbers of GPUs, whose jobs and copies
-differ.
+ratio. What remains is the error of the seconds by which they differ, with the bar of both times. If nothing cancels, as
+between different numbers of GPUs, the bar is that of a ratio of independent times, the smaller where one time is less
+than half of the other.
 """
 
 from __future__ import annotations

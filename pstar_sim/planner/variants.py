@@ -7,8 +7,8 @@ the time of computing and stashes with the link to themselves, then the bound at
 stand-ins with fewer micro-batches, then of the candidate. A candidate is bounded and made only on its turn while its
 promise is below the best so far. `optimal` searches long, so at first it plans at most SEARCHED candidates, at most
 ALIKE of them with the same number of micro-batches, all with room for tide. Then the other policies, which are quick,
-are asked about the rest where their bound (for most, of plans that stream nothing) is below the best so far, and
-`optimal` plans those on which one is faster. So it is as fast as any other policy's choice (policy/kit/ties.py).
+are asked about the rest where their bound is below the best so far, and `optimal` plans those on which one is faster
+(policy/kit/ties.py).
 
 If `session.step` runs the iterations (`Settings.loop`), `optimal` also races layer-major candidates, with caps of their
 own.

@@ -1,9 +1,8 @@
 """Pickles of plain values: None, bool, int, float, str, list, tuple, and dict with texts for keys.
 
 Python's reader runs what a pickle names; this one has no instruction that finds a class, calls or imports, and refuses
-files with one. A file's size bounds its cost: an instruction makes one value at most, a list, dict or tuple takes
-LEAST_BYTES of the file, and keys are texts, whose hashes a file cannot choose. A list may stand in many places: callers
-bound what they walk.
+files with one. A file's size bounds its cost: an instruction makes one value at most, and keys are texts, whose hashes
+a file cannot choose. A list may stand in many places: callers bound what they walk.
 """
 
 from __future__ import annotations

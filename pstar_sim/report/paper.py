@@ -125,7 +125,6 @@ def figure_legend(figure: Figure, handles: Mapping[str, Any], look: Look, *, pla
 
 
 def _columns_width(widths: Sequence[float], columns: int) -> float:
-    """Of a legend that fills its columns one after the other, the first ones with one name more."""
     return sum(float(max(part)) for part in np.array_split(widths, columns) if len(part))
 
 

@@ -110,7 +110,6 @@ def _row(name: str, one: int | None, two: int | None) -> tuple[str, str, str, st
 
 
 def _calls(first: Held, second: Held, kind: str) -> list[tuple[str, int | None, int | None]]:
-    """(call, bytes of both), the largest difference first, None for a plan, without calls."""
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for which, held in enumerate((first, second)):
         for site in _of(held.sites, kind):

@@ -1,8 +1,8 @@
 """The tide picture: what fills the GPU at every instant.
 
-[Note: reading a tide picture] Model data (optimizer states, parameters, gradients, buffers) stands on the floor;
-non-model data hangs from the capacity, down to the tide line: what is left for chunks. White is free. A policy that
-ignores the tide never uses the room between the capacity at its peak (dotted) and the tide line (hatched).
+[Note: reading a tide picture] Model data stands on the floor; non-model data hangs from the capacity, down to the tide
+line. A policy that ignores the tide never uses the room between the capacity at its peak (dotted) and the tide line
+(hatched).
 
 A measured timeline lies over the first prediction as lines (tide and model data), its phases as a second strip. By
 moment one timeline lies over another, without hatching; by time each is below the other.
@@ -231,7 +231,6 @@ def _measured_figure(
 def _subplots(
     size: tuple[float, float], rows: int, columns: int, places: Sequence[Bbox], *, sharey: bool = False
 ) -> tuple[Figure, Any]:
-    """places: of the axes in a first drawing, which tell the room of words and strips, () if unknown."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")

@@ -113,7 +113,6 @@ class _Change:
         return self.w.tensors[i].name.removesuffix(".weight")
 
     def _check_saved(self) -> None:
-        """Tied tables have one tensor, of which peft would train a copy beside the other's."""
         w = self.w
         owners = [(i, t.tied_to) for i, t in enumerate(w.tensors) if t.tied_to is not None]
         for i, owner in owners:
@@ -141,7 +140,6 @@ class _Change:
         return found
 
     def _counted(self, m: Moment, t: Tensor) -> Product | None:
-        """The product of a moment whose trace has flops alone, as files of the first version."""
         rows, rest = divmod(m.flops, 2 * t.numel)
         if m.products or not rows or rest:
             return None

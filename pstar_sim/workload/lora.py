@@ -354,7 +354,6 @@ class AdaptedTape(Tape):
                 self._targets[each].forward(self, self.tokens)
 
     def _multiplied(self, products: Sequence[Product]) -> list[str]:
-        """The first pending matrix if these are its products, several (q, k and v), or those of all experts."""
         total = 0
         for count, name in enumerate(self._pending, start=1):
             total += self._numel(name)

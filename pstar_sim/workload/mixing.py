@@ -182,7 +182,6 @@ def stashes_of(w: Workload, offload: Collection[str]) -> list[Stash]:
 
 
 def _stack(w: Workload, runs: Sequence[BlockRun], offload: Collection[str]) -> list[_Block]:
-    """In forward order. Raises TraceError if w is no stack of blocks, or a block to offload is not in it."""
     ahead = [(block, run) for block, forward, run in runs if block is not None and forward]
     blocks = [block for block, _ in ahead]
     backward = {block: run for block, forward, run in runs if block is not None and not forward}
@@ -194,7 +193,6 @@ def _stack(w: Workload, runs: Sequence[BlockRun], offload: Collection[str]) -> l
 
 
 def _stash(w: Workload, stack: Sequence[_Block], n: int, until: int, size: int) -> Stash:
-    """Blocks up to `until` give the n-th the time to go and come back; raises TraceError if there are none."""
     block, forward, backward = stack[n]
     gone, back = stack[until][1][-1] + 1, stack[until][2][0] - 1
     if until == n or back <= gone:

@@ -268,7 +268,6 @@ def _states(name: str, *moments: StateList, **how: Any) -> States:
 
 
 def _in_8_bits(name: str, *moments: str) -> States:
-    """A byte per element and an fp32 scale per block in each moment, as in bitsandbytes."""
     lists = [StateList(name=each, per_element=1, per_block=4) for each in moments]
     return _states(name, *lists, block=_BLOCK)
 

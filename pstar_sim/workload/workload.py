@@ -99,11 +99,11 @@ class UseKind(StrEnum):
 class Tensor:
     """One parameter.
 
-    name: name of the parameter in its model.
+    name: of the parameter in its model.
     shape: extents of its axes.
     dtype: its working dtype.
-    bytes: bytes in its working dtype.
-    frozen: whether it gets no gradient and no update.
+    bytes: in its working dtype.
+    frozen: it gets no gradient and no update.
     tied_to: index of the tensor whose storage it shares. A tied tensor has no bytes of its own, and uses name the other
         tensor.
     group: optimizer parameter group.
@@ -135,13 +135,11 @@ class Moment:
     name: the event that opens it: "begin:MODULE", "end:MODULE", "grad:MODULE", "backward-end" or "step".
     phase: forward, recomputed forward, backward, or the optimizer step.
     module: the module of its name.
-    micro_batch: index of the micro-batch.
+    micro_batch: its index.
     flops: floating-point operations of its work.
-    bytes_read: bytes of GPU memory that its operators read.
-    bytes_written: bytes of GPU memory that its operators write.
-    start_bytes: non-model bytes (logical bytes of live storages) when it opens.
-    peak_bytes: the most non-model bytes in it.
-    end_bytes: non-model bytes when it closes.
+    bytes_read, bytes_written: of GPU memory, by its operators.
+    start_bytes, peak_bytes, end_bytes: non-model bytes (logical, of live storages) when it opens, at most, and when it
+        closes.
     duration_s: measured seconds of the moment's own work (without stalls), None in a trace that was not recorded.
     products: (batches, m, k, n) of each matrix product of its work; `flops` counts their flops too. Empty if they are
         not known.
@@ -277,7 +275,7 @@ class Workload:
     batch: sequences per micro-batch. In a workload that stands for a whole job, those of all GPUs together; within a
         plan and in a list of one workload per rank, those of one rank.
     sequence: tokens of one sequence; within a plan and in such a list, those that a rank has.
-    micro_batches: number of micro-batches per iteration.
+    micro_batches: per iteration.
     checkpointing: whether the model recomputes activations.
     tensors: all parameters.
     moments: the clock of the iteration, in order.
@@ -806,7 +804,6 @@ def activations_text(w: HasActivations) -> str:
 
 
 def _spans(numbers: Sequence[int]) -> str:
-    """Such as "0-3, 7" for 0, 1, 2, 3, 7; "0, 2 ... 8" for every second number."""
     strides = {b - a for a, b in pairwise(numbers)}
     if len(numbers) > 3 and len(strides) == 1 and strides != {1}:
         return f"{numbers[0]}, {numbers[1]} ... {numbers[-1]}"

@@ -335,7 +335,6 @@ def _windows(facts: ModeFacts) -> list[tuple[float, float, float]]:
 
 
 def _highest(value: Array, slope: Array) -> Iterator[int]:
-    """Lines value + share * slope that are highest at some share from 0 to 1."""
     j = int(np.lexsort((slope, value))[-1])
     yield j
     while len(steeper := np.flatnonzero(slope > slope[j])):

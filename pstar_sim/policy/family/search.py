@@ -606,7 +606,6 @@ class Search:
         return (1, -1), (0, -1), (1, 0), (-1, 1), (-1, 0), (0, 1)
 
     def _go(self, first: int, **numbers: int) -> bool:
-        """A better change is repeated with twice the stride while that is better; was one?"""
         improved, stride = False, first
         while True:
             if self._change(**{name: number * stride for name, number in numbers.items()}):

@@ -72,7 +72,6 @@ def _last_gradient_down(mine: Sequence[Step], adam: Step) -> Step | None:
 
 
 def _parameters_up(mine: Sequence[Step], adam: Step) -> Step | None:
-    """The first fetch of the working list, None without one, or behind the update of the same iteration."""
     up = next((s for s in mine if s.kind is Kind.FETCH and s.list == "param"), None)
     behind = up is not None and ((up.moment or 0) >= (adam.moment or 0) or Ref(adam.id) in up.after)
     return None if behind else up

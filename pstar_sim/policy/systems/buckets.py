@@ -49,7 +49,6 @@ class Buckets:
         return stall
 
     def _make_room(self, c: int) -> Iterable[int]:
-        """Returns the steps after which two buckets or two lists at most are on the GPU, with this one."""
         two_lists = self._shards.scheme.two_lists
         stay = 0 if two_lists and self._open else 1  # buckets that left whose lists may still be there
         beside = self._gone_bytes if stay and not (two_lists and self._gone and c in self._gone[-1]) else 0

@@ -64,7 +64,6 @@ def karma(workload: Workload, machine: Machine, settings: Settings) -> Plan:
 
 
 def _residences(job: Job) -> Iterator[tuple[str, Collection[int], Sequence[Visit]]]:
-    """(words, pinned, visits of the others), from the most to the least model data on the GPU."""
     if job.machine.data_parallel_size == 1:
         end = len(job.workload.moments) - 1
         frozen = [Visit(c, 0, end) for c in job.moving if not job.uses.updated(c)]

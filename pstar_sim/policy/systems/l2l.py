@@ -85,7 +85,6 @@ def l2l(workload: Workload, machine: Machine, settings: Settings, *, stash: str 
 
 
 def _visits(job: Job, parts: Sequence[tuple[int, int]]) -> list[Visit]:
-    """From the first moment to the last of each part that uses the chunk; adjacent parts are one."""
     part_of = [n for n, (first, last) in enumerate(parts) for _ in range(first, last + 1)]
     visits: list[Visit] = []
     for c in job.moving:

@@ -20,10 +20,10 @@ On P ranks:
 
 - Chunks form groups of P. Each rank owns one chunk of a group. Here a group is one unit of P * CS elements of which
   each rank holds 1/P: the same bytes in the same places.
-- To use a tensor of a group that is not on the GPU, each rank brings its own chunk to the GPU, and all P chunks are
-  gathered synchronously.
+- To use a tensor of a group that is not on the GPU, each rank brings its own chunk, and all P chunks are gathered
+  synchronously.
 - The remote chunks of a group are dropped when all its tensors are HOLD_AFTER_FWD. So a group within one checkpoint
-  segment is gathered a third time. Gradients are reduce-scattered synchronously when all tensors are HOLD_AFTER_BWD.
+  segment is gathered a third time. Gradients are reduce-scattered when all tensors are HOLD_AFTER_BWD.
 - k = P: the reserve is a group. Margin space leaves out the rank's own chunks and the remote chunks of one group.
 - With msc=on ("memory saving communication") the owner broadcasts a chunk, and chunks are reduced to their owner one by
   one. The unit is one chunk and k = 1. Here each rank still holds 1/P of a chunk. The broadcast is timed as the gather
@@ -31,15 +31,13 @@ On P ranks:
 
 The policy does not reproduce the following:
 
-- PatrickStar may evict states from the GPU in forward and backward. Here chunks with states on the GPU stay. Small
-  chunks stay too, as in every policy here. The limit of the ADAM phase (16 * CS) then has no effect.
-- PatrickStar has no gradient accumulation. With several micro-batches, gradients are sent down and added by this
-  project's scheme, synchronously.
+- PatrickStar may evict states from the GPU in forward and backward. Here chunks with states on the GPU, and small
+  chunks, stay. The limit of the ADAM phase (16 * CS) then has no effect.
+- PatrickStar has no gradient accumulation. Here gradients of several micro-batches are sent down and added.
 - On several GPUs the reserve of PatrickStar in backward is k * k, because k is multiplied twice. Here the reserve is k.
   Remote chunks that have to make room are dropped here; PatrickStar may write them back.
-- The broken out-of-memory fallback of PatrickStar has no counterpart here.
-- The rules are those of v0.4.3. The first release and v0.3 are other systems (no memory saving communication, another
-  margin, another rule of eviction), which no published measurement in pstar_sim/validation/data names.
+- The broken out-of-memory fallback of PatrickStar has no counterpart.
+- The rules are those of v0.4.3. The first release and v0.3 are other systems.
 """
 
 from __future__ import annotations
