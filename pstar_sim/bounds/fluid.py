@@ -19,10 +19,10 @@ points is valid. Rows:
   at the cut.
 - stashes: a stash goes down between the moment that makes it and the moment after which it is not counted, and comes up
   between the moment from which it is counted again and the moment that needs it.
-- identity: stocks do not know whose bytes they are. Sort the chunks by first read and take the chunks up to j. Their
-  copies and updates between last gradient and first read lie in one window: from the end of the earliest of their last
-  gradients to the next first read of j. The flows in that window are at least the bytes of these chunks. Gaps between
-  two reads form classes. In a class every gap opens before any gap closes, so the longest gaps are given up first.
+- identity: stocks do not know whose bytes they are. Of the chunks up to j, by first read, the copies and updates
+  between last gradient and first read lie in one window, from the earliest of their last gradients to the next first
+  read of j. The flows there are at least these chunks' bytes. Gaps between two reads form classes, in which every gap
+  opens before any closes, so the longest are given up first.
 - totals over the iteration, with each chunk's own seconds (latency, padding).
 - the compute queue does an iteration's updates before the first moment of the next ([Note: the cut] of core/plan.py).
 - barrier: updates only after the end of the last moment.

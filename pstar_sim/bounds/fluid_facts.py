@@ -1,14 +1,13 @@
 """Facts of a job for the fluid program. Bytes are counted in units of the largest working list (`unit` bytes), times in
 seconds.
 
-[Note: alike micro-batches] The rows of the fluid program name the first micro-batch (first reads, first gradients) and
-the last three (gradients that wait, sums that may come up, last gradients). All in between are alike: each has the same
-rows. These are linear, so the means of a schedule's quantities over the alike micro-batches satisfy them too, and one
-micro-batch of means stands for all: its intervals count `times` in every sum over the iteration. A stock carries over
-from one micro-batch to the next. Let X be the mean of a stock at the first points of the alike micro-batches, `entered`
-the stock at the first of these points, and `left` the stock at the point behind the last alike micro-batch. Then the
-mean of the stock at the points behind the alike micro-batches is X + (left - entered) / times. And entered <= times *
-X, because no stock is negative.
+[Note: alike micro-batches] Rows of the fluid program name the first micro-batch (first reads, first gradients) and the
+last three (gradients that wait, sums that may come up, last gradients). All in between have the same rows. These are
+linear, so the means of a schedule's quantities satisfy them too, and one micro-batch of means stands for all: its
+intervals count `times` in every sum over the iteration. A stock carries over to the next micro-batch. Let X be the mean
+of a stock at the first points of the alike micro-batches, `entered` the stock at the first of these points, and `left`
+the stock at the point behind the last alike micro-batch. Then the mean of the stock at the points behind the alike
+micro-batches is X + (left - entered) / times. And entered <= times * X, because no stock is negative.
 """
 
 from __future__ import annotations

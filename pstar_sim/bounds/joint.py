@@ -1,12 +1,12 @@
 """The bound for all three modes at once: a small linear program with pinned and streamed parameters as two real
 numbers.
 
-[Note: the joint bound] E trainable parameters have a gradient. The states of x of them stay on the gpu ("pinned"). The
-states of y of them are on the gpu for the update only ("streamed": Adam runs on the gpu, the states come up before it
-and go down after it). All others have CPU Adam. s = x + y. A chunk with some of its state lists resident counts as part
-of several kinds: a list that is always on the gpu takes its bytes at every moment, one that is ever dropped crosses the
-link in both directions each iteration. Notation as in [Note: the bound] of pinned.py (w: bytes of the working list per
-parameter, v: bytes of the states per parameter). Every legal schedule satisfies:
+[Note: the joint bound] Of E trainable parameters with a gradient, the states of x stay on the gpu ("pinned"), those of
+y come up for the update there and go down after it ("streamed"), and all others have CPU Adam. s = x + y. A chunk with
+some of its state lists resident counts as part of several kinds: a list that is always on the gpu takes its bytes at
+every moment, one that is ever dropped crosses the link in both directions each iteration. Notation as in [Note: the
+bound] of pinned.py (w: bytes of the working list per parameter, v: bytes of the states per parameter). Every legal
+schedule satisfies:
 
 - room: v x <= room_t - K_t at every moment t.
 - compute: all moments + s * traffic / HBM, and adds on the gpu (below). adam: (E - s) / R, and accumulation on the host
@@ -51,9 +51,9 @@ parameter, v: bytes of the states per parameter). Every legal schedule satisfies
 - link, dram: as in pinned.py, of these bytes. The latency of a copy counts per byte, as in the largest list of any
   copy.
 
-The least T over all of these is a linear program, with one exception: a window whose chunks may all be updated on the
-gpu (params(J_j) <= s) bounds nothing. Without the windows the least T is convex in s. The term of the windows only
-falls with s. So the best s lies where the two meet. `_best_windows` finds by halving which windows hold there.
+The least T is a linear program, but for windows whose chunks may all be updated on the gpu (params(J_j) <= s), which
+bound nothing. Without windows it is convex in s, and their term only falls with s, so the best s lies where the two
+meet. `_best_windows` finds by halving which windows hold there.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ gpu budget, n_t the tide, K_t the payload bytes that moment t reads, and R the p
   window, and a copy up after the last.
 - d2h, h2d windows: the same with the copies as the serial resource: span_j + (bytes(J_j) - w x) / rate + the shortest
   Adam + the shortest copy in the other direction.
-- parts: a large chunk may be updated in as many parts as `policy.passes.parts.parts_of` says. The shortest part then
-  counts as the shortest copy or Adam of that chunk. A plan with more parts is outside of the bound.
+- parts: a large chunk may be updated in as many parts as `policy.passes.parts.parts_of` says, of which the shortest
+  counts. A plan with more is outside of the bound.
 - barrier (if no Adam may start before the optimizer step): T >= span from f_j to the end of the iteration + (params(f_i
   <= f_j) - x) / R + the shortest copy up; likewise with the copies up as the serial resource.
 - d2h bytes: (E - x) w over the link's rate: each gradient goes down at least once.
@@ -38,10 +38,9 @@ layer-major iteration turns once, from its last forward to its first backward.
 [Note: sums are not held] v does not count the sum of several micro-batches' gradients. A pinned chunk's sum need not
 stay on the gpu: it may go down and come up between two backward passes, or be made on the host.
 
-The bound is the least over x of the largest term. All terms are linear in x between the points where a window is pinned
-entirely or a turn begins to overflow, so the minimum is exact. The bound leaves out latencies (except in "shortest
-copy"), padding, whole chunks, accumulation on the host and loss of overlap. All of these only make real schedules
-slower.
+The bound is the least over x of the largest term, exact because terms are linear between the points where a window is
+pinned entirely or a turn begins to overflow. It leaves out what only makes real schedules slower: latencies (except in
+"shortest copy"), padding, whole chunks, accumulation on the host and loss of overlap.
 """
 
 from __future__ import annotations

@@ -4,32 +4,28 @@
 kinds of ranks (GPU, link and workload). A rank's lists are its slices, 1/P of each chunk, and its CPU Adam, its copies
 and its states are those of the slices. With L ranks per node, a rank has 1/L of the cores and of host DRAM. If all
 ranks do the same at the same time, a PCIe switch passes each of them an equal part; otherwise the link counts as
-unshared. Every row of pinned.py, joint.py and fluid.py holds for the slices. Several ranks add the following:
+unshared. Every row of pinned.py, joint.py and fluid.py holds for the slices. In addition:
 
 - A moment reads whole chunks. So K_t, and the bytes read again behind a turn, count all slices; one without room is
   copied up again (this rank's) or gathered again.
 - Each updated chunk is gathered once per iteration, after its update and before its first read. The slices of frozen
   chunks are gathered if they are not kept over the border.
 - sums over the ranks: the gradients of each micro-batch are summed once (a reduce-scatter), unless they add up with
-  those of the next (ZeRO-1). Whole sums then stay on the GPU from one backward pass to the next, and each such pair of
-  passes saves the seconds of the sums that have room there beside what moments read. In joint.py the others' slices of
-  whole sums have a variable per pair (`later`). They share the room with pinned states, own sums and what a turn keeps;
-  the own slice of a whole sum adds up on the GPU, too, and the GPU's adds are of whole gradients.
+  those of the next (ZeRO-1). Whole sums then stay on the GPU from one backward pass to the next, and as many seconds of
+  collectives are saved as sums have room there beside what moments read; in joint.py (`later`) also beside pinned
+  states, own sums and what a turn keeps. There the own slices add up on the GPU, too, which adds whole gradients.
 - net: all collectives follow one another on one queue (`CostModel.collective_s`).
 - sums on the GPU: a slice's sum goes down with all its gradients in it. The checker refuses a plan in which CPU Adam
   adds a gradient to a sum that came from the GPU.
-- windows: the updates of the chunks J_j lie between the last sum and the first gather. So the shortest sum comes before
-  the first copy down, and the shortest gather after the last copy up. Wherever the chunks are updated, all their last
-  sums and all their gathers follow one another in the window. An update on the GPU comes after the shortest sum and
-  before the shortest gather.
+- windows: the shortest sum comes before the first copy down of J_j or its first update on the GPU, and the shortest
+  gather after the last copy up or update. All last sums and all gathers of J_j follow one another in the window.
 - compute and net: compute takes `Rates.compute_while_net` times as long while a collective runs ([Note: compute beside
   collectives] in core/rules.py). So of the seconds of the collectives the part 1 - 1 / compute_while_net is lost to
   compute: T >= compute + that part of net. A machine with other measured factors has no such term.
 - clipping: no update begins before all sums.
 
-The bound holds for every plan that the checker accepts for the layout. A layout that is not sliced (plain data
-parallelism) has no gathers of parameters. There each last gradient is summed and gathered at least once per iteration,
-and a rank updates whole chunks. As in the model, collectives slow down no copy.
+A layout that is not sliced (plain data parallelism) has no gathers of parameters: each last gradient is summed and
+gathered at least once per iteration, and a rank updates whole chunks. As in the model, collectives slow down no copy.
 """
 
 from __future__ import annotations

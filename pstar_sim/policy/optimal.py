@@ -12,10 +12,9 @@ The fastest of the searched plans (family/searched.py) and the other policies' p
 on the GPU and on the host. The layer-major policies are then rivals too, unless an order is given
 (`optimal:order=depth-first`).
 
-[Note: what is left] The largest gaps to the fluid bound (benchmarks/optimal.py) are in short iterations in which
-compute, both directions of the link and CPU Adam are nearly always busy. They seem to come from the plan: a longer
-search still finds faster ones, and the closed form, at a plan's own pinned and streamed parameters, is within 2 % of it
-(3 to 5 % for Llama-3-8B and Qwen2.5-7B on an H100).
+[Note: what is left] The largest gaps to the fluid bound (benchmarks/optimal.py) are in short iterations with all queues
+nearly always busy. They seem to come from the plan: a longer search still finds faster ones, and the closed form at a
+plan's own pinned and streamed parameters is within 2 % of it (3 to 5 % for Llama-3-8B and Qwen2.5-7B on an H100).
 """
 
 from __future__ import annotations

@@ -152,6 +152,18 @@ def test_the_best_of_a_comparison_can_be_followed_by_a_loop() -> None:
     assert named(lambda able: able.reorders) == ("l2l",)
 
 
+def test_a_streamed_layers_sum_waits_on_the_gpu() -> None:
+    """CPU Adam takes 2 s for each layer of 2**20 parameters, so one is streamed. Its sum, complete when the states
+    come, crosses the link in neither direction."""
+    slow = round_machine(gpu_memory_bytes=20 * MIB, adam_params_per_s=2.0**19)
+    for settings in (EAGER, replace(EAGER, update="step")):
+        plan = find_policy("tide:streams=on,order=relay")(chain(), slow, settings)
+        plan.check()
+        (streamed,) = (c for c, mode in enumerate(plan.modes) if mode == "stream")
+        copied = {step.chunk for step in plan.steps if step.list == "grad32" and step.queue in (Queue.H2D, Queue.D2H)}
+        assert copied == {0, 1, 2, 3} - {streamed}
+
+
 def test_the_order_of_optimal_is_the_loops() -> None:
     """A loop of the user's own follows depth-first plans only; session.step takes the faster order, and says so."""
     w, machine = chain(8, 4, forward_s=0.125), round_machine(gpu_memory_bytes=12 * MIB)

@@ -87,7 +87,7 @@ class ModeFacts:
 
 def mode_facts(job: Job) -> ModeFacts:
     w, link = job.workload, job.cost.link
-    visiting = [job.visiting_bytes(c) for c in job.candidates]
+    visiting = [job.visiting_bytes(c, held=job.sums_on_gpu) for c in job.candidates]
     states = [job.visiting_bytes(c, held=True) for c in job.candidates]
     last = w.micro_batches - 1
     turn = next(
@@ -99,7 +99,7 @@ def mode_facts(job: Job) -> ModeFacts:
         states_bytes=states,
         sum_bytes=[all_bytes - state_bytes for all_bytes, state_bytes in zip(visiting, states)],
         lists=1 if job.sums_on_gpu else w.micro_batches,
-        lists_streamed=1 if job.sums_on_gpu else last + job.add_last,
+        lists_streamed=0 if job.sums_on_gpu else last + job.add_last,
         sums=job.may_sum,
         drops_pinned=job.drops_pinned_lists,
         drops_streamed=job.add_last or job.sums_on_gpu,

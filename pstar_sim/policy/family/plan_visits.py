@@ -17,7 +17,7 @@ from pstar_sim.policy.family.course import Course, Knobs
 from pstar_sim.policy.family.disks import with_disks
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.room import budget_bytes, describe_moment
-from pstar_sim.policy.kit.schedule import Modes
+from pstar_sim.policy.kit.schedule import Modes, modes_of
 from pstar_sim.policy.kit.visits import Visit
 from pstar_sim.policy.passes.feasibility import check_gpu, check_host
 from pstar_sim.policy.passes.lowering import draft_of
@@ -83,7 +83,7 @@ def schedule_visits(
     prefetch = job.point.prefetch if prefetch is None else prefetch
     adam = job.point.adam if adam is None else adam
     _check_orders(job, prefetch, adam)
-    modes = Modes(frozenset(pinned), frozenset(streamed))
+    modes = modes_of(job, pinned, streamed)
     _check_modes(job, modes)
     modes = with_disks(job, modes)
     blocks = _blocks(job, modes, visits)

@@ -26,7 +26,7 @@ from pstar_sim.policy.family.modes import Roofline, interleave, mode_facts, roof
 from pstar_sim.policy.family.pace import period_s
 from pstar_sim.policy.family.pins import iteration_bounds, most_pins_of
 from pstar_sim.policy.kit.job import Job
-from pstar_sim.policy.kit.schedule import Modes
+from pstar_sim.policy.kit.schedule import Modes, modes_of
 from pstar_sim.policy.kit.ties import least_of
 from pstar_sim.policy.passes.feasibility import check_host
 
@@ -271,7 +271,7 @@ class Search:
                 streams -= times if mode == "stream" else 0
             pins, streams = max(0, pins), max(0, streams)
         pinned, streamed = interleave(order, g.sizes, pins, streams, trial.head, trial.front)
-        modes = Modes(frozenset((*pinned, *beside["pin"])), frozenset((*streamed, *beside["stream"])))
+        modes = modes_of(g, (*pinned, *beside["pin"]), (*streamed, *beside["stream"]))
         if not g.may_sum:
             return with_disks(g, modes)
         summed = self._summed(modes, trial.hosts)

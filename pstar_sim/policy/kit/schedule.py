@@ -4,7 +4,7 @@ seconds of each position.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import NamedTuple
@@ -27,6 +27,12 @@ class Modes:
     summed: frozenset[int] = frozenset()
     spilt: frozenset[int] = frozenset()
     on_disks: frozenset[int] = frozenset()
+
+
+def modes_of(job: Job, pinned: Iterable[int], streamed: Iterable[int]) -> Modes:
+    """In a layer-major workload, a streamed chunk's sum waits on the GPU for the update."""
+    there = frozenset(streamed)
+    return Modes(frozenset(pinned), there, summed=there if job.sums_on_gpu else frozenset())
 
 
 class Stretch(NamedTuple):

@@ -9,6 +9,7 @@ import inspect
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -187,6 +188,23 @@ def test_optimal_plans_the_order_that_session_step_can_run(relayed: Callable[...
     both(run, kit, [next(run.batches) for _ in range(4)])
     assert_equal_bits(run)
     assert run.session.deviations == 0
+
+
+def test_a_streamed_chunks_sum_waits_on_the_gpu(
+    relayed: Callable[..., Any], kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = kit.small_machine
+    slow = 1e5  # parameters per second of CPU Adam
+    monkeypatch.setattr(
+        kit, "small_machine", lambda size: replace(usual(size), host=replace(usual(size).host, adam_params_per_s=slow))
+    )
+    for update in ("eager", "step"):
+        run = relayed("stack", "tide:streams=on,order=relay", 4, update=update, layers=4, gpu_bytes=60_000)
+        assert "stream" in run.session.plan.modes and run.session.plan.workload.relayed
+        for seed in range(3):
+            both(run, kit, [next(run.batches) for _ in range(4)], seed=seed)
+        assert_equal_bits(run)
+        assert run.session.deviations == 0
 
 
 def measured(run: Any, micro_batches: int, **options: Any) -> Any:
