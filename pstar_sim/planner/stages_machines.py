@@ -39,8 +39,8 @@ def machine_of_stage(machine: Machine, parallelism: Parallelism, stage: int) -> 
     if any((rank.gpu, rank.link) != (every[0].gpu, every[0].link) for rank in every):
         kinds = " and ".join(dict.fromkeys(rank.gpu.name for rank in every))
         raise PstarError(
-            f"{machine.name}: stage {stage} would have GPUs that differ, {kinds}; take so many stages that the GPUs of "
-            "each are equal, or share the batch by speed (policy whale, without a parallelism)"
+            f"{machine.name}: stage {stage} would have GPUs that differ, {kinds}; {_slowed(every, tensor)}take so many "
+            "stages that the GPUs of each are equal, or share the batch by speed (policy whale, without a parallelism)"
         )
     price = machine.price_usd_per_hour
     return replace(
@@ -59,6 +59,21 @@ def machine_of_stage(machine: Machine, parallelism: Parallelism, stage: int) -> 
             for other in sorted({0, stage - 1, stage + 1, parallelism.pipeline - 1} - {stage})
             if 0 <= other < parallelism.pipeline
         ),
+    )
+
+
+def _slowed(ranks: Sequence[Rank], tensor: int) -> str:
+    """What an even split over each `tensor` ranks would cost; "" where those are alike."""
+    groups = [[rank.gpu for rank in ranks[n : n + tensor]] for n in range(0, len(ranks), tensor)]
+    gpus = next((gpus for gpus in groups if any(gpu != gpus[0] for gpu in gpus)), groups[0])
+    common = [dtype for dtype in gpus[0].flops_per_s if all(dtype in gpu.flops_per_s for gpu in gpus)]
+    if gpus == [gpus[0]] * tensor or not common:
+        return ""
+    slow, *_, fast = sorted(gpus, key=lambda gpu: gpu.flops_per_s[common[-1]])
+    times = (f"{fast.flops_per_s[dtype] / slow.flops_per_s[dtype]:.1f} times in {dtype}" for dtype in common)
+    return (
+        f"tp splits layers evenly, not by speed, so {fast.name} would be as slow as {slow.name}, whose matrix rate it "
+        f"has {', '.join(times)}; "
     )
 
 

@@ -610,6 +610,11 @@ def test_long_sequences_are_split_and_short_ones_shared(node: Machine) -> None:
     assert degrees(1024, 2) == {1, 2, 4}
 
 
+def _times(machine: Machine, dtype: str) -> str:
+    fast, slow = machine.ranks[0].gpu.flops_per_s, machine.ranks[-1].gpu.flops_per_s
+    return f"{fast[dtype] / slow[dtype]:.1f} times in {dtype}"
+
+
 def test_jobs_that_cannot_be_cut_say_why(node: Machine) -> None:
     mixed, unlike = load_machine("a100-40x2+v100-32x2"), load_machine("rtx5090+rtx3090")
     for job, machine, text, message in (
@@ -624,8 +629,14 @@ def test_jobs_that_cannot_be_cut_say_why(node: Machine) -> None:
             "pp=1",
             "of each are equal, or share the batch by speed (policy whale, without a parallelism)",
         ),
-        (JOB, mixed, "tp=4,sp", "stage 0 would have GPUs that differ, a100-40 and v100-32; take so many stages"),
-        (JOB, unlike, "tp=2", "stage 0 would have GPUs that differ, rtx5090 and rtx3090; take so many stages"),
+        (
+            JOB,
+            mixed,
+            "tp=4,sp",
+            f"as slow as v100-32, whose matrix rate it has {_times(mixed, 'fp32')}, {_times(mixed, 'fp16')}; take",
+        ),
+        (JOB, unlike, "tp=2", "rtx5090 would be as slow as rtx3090, whose matrix rate it has 2.9 times in fp32"),
+        (replace(JOB, batch=4), mixed, "dp=4", "have GPUs that differ, a100-40 and v100-32; take so many stages"),
     ):
         with pytest.raises(PstarError) as error:
             plan_stages(job, machine, "tide", Parallelism.parse(text))
