@@ -8,11 +8,12 @@ import gc
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zygote
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import build_layout
@@ -133,6 +134,14 @@ def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables have the width that they have in a pipe, whatever the terminal is that the tests run in (workers of
     pytest-xdist are told its width)."""
     monkeypatch.delenv("COLUMNS", raising=False)
+
+
+@pytest.fixture(scope="session")
+def python() -> Iterator[str]:
+    """In place of `sys.executable`, with torch, transformers and the executor imported already (helpers/zygote.py)."""
+    pytest.importorskip("transformers")
+    with zygote.running() as executable:
+        yield executable
 
 
 @pytest.fixture(scope="session")

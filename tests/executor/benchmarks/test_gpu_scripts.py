@@ -252,9 +252,15 @@ class TestSmoke:
 
     @pytest.mark.slow
     def test_on_the_virtual_accelerator(
-        self, load: Callable[[str], Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+        self,
+        load: Callable[[str], Any],
+        tmp_path: Path,
+        capfd: pytest.CaptureFixture[str],
+        python: str,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """What needs a card says so, the training is plain torch's; a second run has nothing left to do."""
+        monkeypatch.setattr("sys.executable", python)
         argv = ["--device", "virtual", "--out", str(tmp_path)]
         assert load("gpu_smoke").main(argv) == 0
         parts = json.loads((tmp_path / "gpu_smoke.json").read_text(encoding="utf-8"))["parts"]
@@ -277,9 +283,12 @@ class TestRecord:
         tmp_path: Path,
         capfd: pytest.CaptureFixture[str],
         request: pytest.FixtureRequest,
+        python: str,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """A real plan on the virtual accelerator, in a process of its own; what it left is carried elsewhere, and a cap
         more is asked for."""
+        monkeypatch.setattr("sys.executable", python)
         record = load("gpu_record")
         argv = ["--device", "virtual", "--models", "tiny-gpt2", "--caps"]
         assert record.main([*argv, "none", "--out", str(tmp_path / "one")]) == 0

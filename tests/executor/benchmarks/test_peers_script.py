@@ -243,15 +243,15 @@ class TestRecording:
 
 
 class TestAnswers:
-    def test_a_worker_that_fails_says_why_and_leaves(self, load: Callable[[str], Any], tmp_path: Path) -> None:
+    def test_a_worker_that_fails_says_why_and_leaves(
+        self, load: Callable[[str], Any], tmp_path: Path, python: str
+    ) -> None:
         process, task = load("contenders.process"), load("contenders.task")
         wrong = task.Task(
             contender="plain", model="no-such-model", global_batch=1, micro_batch=1, sequence=8, dtype="fp32",
             checkpointing=False, clip=False, device="cpu", threads=1,
         )  # fmt: skip
-        made = process.Process(
-            wrong, interpreter=importlib.import_module("sys").executable, log=tmp_path / "log", environment={}
-        )
+        made = process.Process(wrong, interpreter=python, log=tmp_path / "log", environment={})
         with process.processes([made]):
             made.start_building()
             with pytest.raises(process.Failed, match="no-such-model"):
@@ -286,9 +286,16 @@ def know_alone(peers: Any, argv: list[str], folder: Path, names: list[str], peak
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # eight seconds of imports per process, on a loaded machine minutes
-def test_contenders_in_turns(load: Callable[[str], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_contenders_in_turns(
+    load: Callable[[str], Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    python: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Plain PyTorch, and ours with room for half, on a tiny model: the same losses to the last bit, two tables, and a
     file that says everything. Ours is measured alone, then runs in its group; of plain PyTorch the first is known."""
+    monkeypatch.setattr("sys.executable", python)
     peers = load("peers")
     argv = ["--model", "tiny-gpt2", "--sequence", "16", "--micro", "4", "--steps", "2", "--threads", "1"]
     argv += ["--largest", "0", "--clip", "yes", "--name", "some"]

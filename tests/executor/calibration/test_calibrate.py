@@ -271,7 +271,8 @@ def test_collectives_from_seconds() -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_gather_for_real() -> None:
+def test_two_processes_gather_for_real(python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", python)
     answer = wire.collective_rates()
     if isinstance(answer, str):
         pytest.skip(answer)  # a machine too busy for two processes that wait for each other

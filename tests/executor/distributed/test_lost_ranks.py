@@ -46,7 +46,7 @@ COUNTS = {"negative count": "-2", "nan count": "nan", "infinite count": "inf"}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("trouble")
     cases: list[dict[str, Any]] = [{"name": name, "ranks": row[0]} for name, row in CASES.items()]
     cases += [{"name": "another P", "ranks": 2}, {"name": "another lr", "ranks": 2}]
@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cases += [{"name": name, "ranks": 2, "streams": True} for name in ON_STREAMS]
     (place / "cases.json").write_text(json.dumps(cases))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).parents[1] / "rank_trouble.py"), str(place), "500"],
+        [python, "-W", "ignore", str(Path(__file__).parents[1] / "rank_trouble.py"), str(place), "500"],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,

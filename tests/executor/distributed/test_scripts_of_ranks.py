@@ -21,15 +21,14 @@ Said = tuple[dict[str, Any], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the two processes of one `accelerate launch`, which is torchrun with Accelerate's variables, wrote."""
-    pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     place = tmp_path_factory.mktemp("scripts")
     flags = ("--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--main_process_port", "0",
              "--mixed_precision", "no", "--dynamo_backend", "no")  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "accelerate.commands.launch", *flags, str(SCRIPT), str(place)],
+        [python, "-W", "ignore", "-m", "accelerate.commands.launch", *flags, str(SCRIPT), str(place)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), *sys.path])},
         cwd=place,
         capture_output=True,

@@ -140,14 +140,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="module")
-def results(whole: bool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def results(whole: bool, python: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """Case -> what each of its ranks wrote."""
     folder = tmp_path_factory.mktemp("ranks")
     apart = [{**case, "clip": 0.05, **({"save": str(folder / "kept")} if "save" in case else {})} for case in APART]
     cases = [*CASES, *on_streams(whole), *apart]
     (folder / "cases.json").write_text(json.dumps(cases))
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).parents[1] / "rank_worker.py"), "4", str(folder), "840"],
+        [python, "-W", "ignore", str(Path(__file__).parents[1] / "rank_worker.py"), "4", str(folder), "840"],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,

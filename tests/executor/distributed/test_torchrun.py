@@ -43,10 +43,10 @@ MACHINE = '[machines.two]\ngpu = "virtual"\ngpus = 2\nlink = "virtual"\nhost = "
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
-def torchrun(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+def torchrun(python: str, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
     """On a port that is free: torchrun's own is the same for all on the machine."""
     return subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *shlex.split(LINE), *more],
+        [python, "-W", "ignore", "-m", "torch.distributed.run", *shlex.split(LINE), *more],
         env={**os.environ, **ENVIRONMENT, "PET_STANDALONE": "1"},
         cwd=folder,
         capture_output=True,
@@ -55,7 +55,7 @@ def torchrun(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def without_torchrun(folder: Path, **runs: dict[str, Any]) -> dict[str, list[tuple[int, str]]]:
+def without_torchrun(python: str, folder: Path, **runs: dict[str, Any]) -> dict[str, list[tuple[int, str]]]:
     """(status, stderr) of each of the two processes of the line with more arguments, by the name of the run
     (ranks_of_a_line.py).
 
@@ -70,7 +70,7 @@ def without_torchrun(folder: Path, **runs: dict[str, Any]) -> dict[str, list[tup
     place.mkdir()
     (place / "runs.json").write_text(json.dumps(rows))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).parents[1] / "ranks_of_a_line.py"), str(place)],
+        [python, "-W", "ignore", str(Path(__file__).parents[1] / "ranks_of_a_line.py"), str(place)],
         env={**os.environ, **ENVIRONMENT},
         cwd=folder,
         capture_output=True,
@@ -95,7 +95,7 @@ def free_ports(count: int) -> list[int]:
         return [free.getsockname()[1] for free in sockets]
 
 
-def test_two_processes_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_processes_from_the_command_line(python: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, trace, machine, file = (tmp_path / name for name in ("small.json", "t.parquet", "two.toml", "two.json"))
     config.write_text(json.dumps(CONFIG))
     machine.write_text(MACHINE)
@@ -106,7 +106,7 @@ def test_two_processes_from_the_command_line(tmp_path: Path, capsys: pytest.Capt
     capsys.readouterr()
     kept = ["--timeline", "run.{rank}.json", "--perfetto", "lanes.json", "--plot", "tide.{rank}.png"]
     kept += ["--record", "rec.pq", "--log-to", "steps.jsonl"]
-    done = torchrun(tmp_path, "--json", *kept)
+    done = torchrun(python, tmp_path, "--json", *kept)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(rows) == 1  # the first rank speaks for all
@@ -159,6 +159,7 @@ def test_two_processes_from_the_command_line(tmp_path: Path, capsys: pytest.Capt
     log = tmp_path / "more.jsonl"
     saving = ["--save", "kept", "--keep", "1", "--log", log.name, "--steps", "9999"]
     ends = without_torchrun(
+        python,
         tmp_path,
         stopped={"arguments": saving, "stop": str(log)},
         refused={"arguments": ["--timeline", "run.{rank}.json"]},

@@ -254,8 +254,8 @@ def test_a_plan_of_another_dtype_is_not_prepared() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # it measures the machine first, on which everything else may run
-def test_ctrl_c_in_the_middle_of_a_run(tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "pstar_sim", "run", "plan.json", "--model", "py:pstar_bad_models:slow"]
+def test_ctrl_c_in_the_middle_of_a_run(tmp_path: Path, python: str) -> None:
+    argv = [python, "-m", "pstar_sim", "run", "plan.json", "--model", "py:pstar_bad_models:slow"]
     argv += ["--steps", "100000", "--timeline", str(tmp_path / "timeline.json")]
     # A shell that starts a job in the background has it ignore SIGINT; a child of ours must not inherit that.
     running = subprocess.Popen(

@@ -16,11 +16,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def results(python: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """Policy -> what both ranks wrote."""
     folder = tmp_path_factory.mktemp("ranks")
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).parents[1] / "checkpoint_worker.py"), str(folder), "840"],
+        [python, "-W", "ignore", str(Path(__file__).parents[1] / "checkpoint_worker.py"), str(folder), "840"],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,

@@ -334,14 +334,13 @@ def test_what_the_command_line_refuses(job: Any, tmp_path: Path, capsys: pytest.
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_killed_at_random_times_every_run_goes_on() -> None:
+def test_killed_at_random_times_every_run_goes_on(python: str) -> None:
     """One job without disks and one with them."""
     import subprocess
-    import sys
 
     script = Path(__file__).parents[3] / "benchmarks" / "kills.py"
     done = subprocess.run(
-        [sys.executable, str(script), "--count", "4", "--only", "bf16, 1 ", "--seed", "5", "--no-write"],
+        [python, str(script), "--count", "4", "--only", "bf16, 1 ", "--seed", "5", "--no-write"],
         capture_output=True,
         text=True,
         timeout=850,
