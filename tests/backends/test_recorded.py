@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,18 +16,25 @@ from executor.recording.record import record
 from pstar_sim.core.plan import Settings
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.sim.play import play
+from pstar_sim.workload.workload import Workload
+
+
+@functools.cache
+def recorded(kit: Any, model: str, micro_batches: int) -> Workload:
+    """Once for all policies."""
+    module, draw = kit.build(model)
+    captured = kit.workload_of(module, draw(torch.Generator().manual_seed(9)), micro_batches=micro_batches)
+    machine = kit.small_machine(captured.peak_non_model_bytes + 10**6)
+    batches = [draw(torch.Generator().manual_seed(k)) for k in range(micro_batches)]
+    return record(
+        module, batches, machine, name=model, optimizer=executor.AdamW(max_grad_norm=1.0), loss=kit.loss_of, timed=1
+    )
 
 
 @pytest.mark.parametrize("policy", ["zero_offload", "static_partition", "patrickstar", "tide"])
 @pytest.mark.parametrize(("model", "micro_batches"), [("mlp", 2), ("gpt2", 1), ("llama", 1), ("bert", 1)])
 def test_total_peak_is_exact(kit: Any, start: Callable[..., Any], policy: str, model: str, micro_batches: int) -> None:
-    module, draw = kit.build(model)
-    captured = kit.workload_of(module, draw(torch.Generator().manual_seed(9)), micro_batches=micro_batches)
-    machine = kit.small_machine(captured.peak_non_model_bytes + 10**6)
-    batches = [draw(torch.Generator().manual_seed(k)) for k in range(micro_batches)]
-    w = record(
-        module, batches, machine, name=model, optimizer=executor.AdamW(max_grad_norm=1.0), loss=kit.loss_of, timed=1
-    )
+    w = recorded(kit, model, micro_batches)
     plan = kit.tight_plan(policy, w, Settings(clip=True))
     predicted = play(plan)
     run = start(model, policy, micro_batches=micro_batches, clip=1.0, plan=plan)

@@ -9,11 +9,14 @@ from __future__ import annotations
 import copy
 import importlib
 import importlib.util
+import io
 import itertools
+import pickle
 import random
 import sys
 import threading
 import time
+import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -189,9 +192,45 @@ def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
     return output if isinstance(output, torch.Tensor) else output.loss
 
 
+class _Likeness(pickle.Pickler):
+    """Of a tensor, what a capture sees of it, and which tensors are one; of a function in a function, where it stands
+    and what it keeps."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._tensors: dict[int, int] = {}
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, types.FunctionType) and "<locals>" in obj.__qualname__:
+            return obj.__module__, obj.__qualname__, [cell.cell_contents for cell in obj.__closure__ or ()]
+        if not isinstance(obj, torch.Tensor):
+            return None
+        number = self._tensors.setdefault(id(obj), len(self._tensors))
+        return number, type(obj).__name__, obj.shape, obj.stride(), obj.dtype, obj.device.type, obj.requires_grad
+
+
+def likeness(*values: Any) -> bytes | None:
+    """Equal for models and batches that are captured alike; None for a model that cannot be pickled."""
+    text = io.BytesIO()
+    try:
+        _Likeness(text).dump((*values, torch.is_autocast_enabled("cpu"), torch.get_default_dtype()))
+    except (AttributeError, TypeError, ValueError, RecursionError, pickle.PicklingError):
+        return None
+    return text.getvalue()
+
+
+CAPTURED: dict[bytes, Workload] = {}
+"""What `workload_of` captured, by likeness: of one micro-batch."""
+
+
 def workload_of(model: nn.Module, batch: Any, *, micro_batches: int = 1, name: str = "test") -> Workload:
     shape = next(iter(batch.values())).shape
-    w = capture_module(model, batch, name=name, batch=shape[0], sequence=shape[1] if "input_ids" in batch else 1)
+    key = likeness(model, batch, name)
+    w = None if key is None else CAPTURED.get(key)
+    if w is None:
+        w = capture_module(model, batch, name=name, batch=shape[0], sequence=shape[1] if "input_ids" in batch else 1)
+    if key is not None:
+        CAPTURED[key] = w
     return repeat_micro_batch(w, micro_batches)
 
 
@@ -410,10 +449,8 @@ def rows() -> Any:
     return sys.modules[path.stem]
 
 
-CAPTURED: dict[tuple[str, bool, torch.dtype], Workload] = {}
-"""What `start` captured, by what it depends on: of one micro-batch."""
 PLANNED: dict[tuple[Any, ...], Plan] = {}
-"""And planned; not with `optimal`, whose search some tests replace."""
+"""What `start` planned, by what it depends on; not with `optimal`, whose search some tests replace."""
 
 
 @pytest.fixture
@@ -445,12 +482,10 @@ def start() -> Iterator[Callable[..., Run]]:
 
         twin = copy.deepcopy(model)
         if plan is None:
-            key = (name, checkpointing, dtype)
-            if key not in CAPTURED:
-                CAPTURED[key] = workload_of(model, draw(torch.Generator().manual_seed(9)), name=name)
-            row = (*key, micro_batches, policy, update, clip is not None)
+            row = (name, checkpointing, dtype, micro_batches, policy, update, clip is not None)
             if row not in PLANNED or policy.startswith("optimal"):
-                w = repeat_micro_batch(CAPTURED[key], micro_batches)
+                example = draw(torch.Generator().manual_seed(9))
+                w = workload_of(model, example, micro_batches=micro_batches, name=name)
                 PLANNED[row] = tight_plan(policy, w, Settings(update=update, clip=clip is not None))
             plan = PLANNED[row]
         spec = executor.AdamW(lr=1e-2, weight_decay=0.1, max_grad_norm=clip, eager=update == "eager")
