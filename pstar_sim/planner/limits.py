@@ -30,7 +30,7 @@ from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.memory_needs import bytes_of_all, shortage
 from pstar_sim.planner.nearest import Elsewhere, nearest
-from pstar_sim.planner.stages_degrees import ALL_BLOCKS, ways_of
+from pstar_sim.planner.stages_degrees import recomputing_all, ways_of
 from pstar_sim.planner.stages_shortages import stages_shortage
 from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.policy.registry import Policy, built_in, can, find_policy, is_built_in, policy_name
@@ -203,7 +203,7 @@ def max_model(
         ways, left_out = ways_of(job, machine, parallel, shape=shape)
         if not ways:
             return CannotPlan("; ".join(left_out))
-        ways = [way for way in ways if way.recompute in (None, ALL_BLOCKS)]  # which keep least
+        ways = recomputing_all(ways)  # which keep least
         if shape.layers < (least := min(way.parallelism.pipeline for way in ways)):
             shape = models.shape(least)  # a shallower model has the limits of one with a layer per stage
         return stages_shortage(job, machine, policy, ways, settings, shape=shape, loading=loading)

@@ -16,7 +16,7 @@ them) and all are tried.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -100,6 +100,11 @@ def ways_of(
         return [one], []
     single = f"{parallel} in single sequences, --batch {data} --micro-batches {sequences // data}"
     return [one], [f"{single}: a way that is named runs in the micro-batches asked; auto tries both"]
+
+
+def recomputing_all(ways: Iterable[Way]) -> list[Way]:
+    """Those that recompute all blocks if they may choose."""
+    return [way for way in ways if way.recompute in (None, ALL_BLOCKS)]
 
 
 def _recomputations(job: Job, shape: ModelEntry | None) -> list[str | None]:

@@ -41,7 +41,7 @@ from pstar_sim.planner.compare import compare
 from pstar_sim.planner.grid import Grid, Group, job_of, load_grid, point_hash
 from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.stages_compared import compare_stages
-from pstar_sim.planner.stages_degrees import ways_of
+from pstar_sim.planner.stages_degrees import recomputing_all, ways_of
 from pstar_sim.version import __version__
 
 if TYPE_CHECKING:
@@ -222,6 +222,7 @@ def _computed(group: Group) -> list[dict[str, object]]:
 
 def _spread(job: Job, machine: Machine, policy: str, settings: Settings, parallel: str) -> dict[str, object]:
     ways, left_out = ways_of(job, machine, parallel)
+    ways = recomputing_all(ways)  # as the axes of a grid do by default
     answer = compare_stages(job, machine, [policy], ways, left_out=left_out, settings=settings)
     if not answer.rows:
         return {"fits": None, "reason": "; ".join(answer.left_out)}

@@ -936,6 +936,17 @@ class TestOtherQuestions:
         with pytest.raises(PstarError, match="parallel = 'pp=x': parallelism: pp = 'x'"):
             load_grid(grid | {"parallel": "pp=x"})
 
+    def test_a_sweep_recomputes_as_its_grid_says(self) -> None:
+        """All by default, whatever auto would choose: a point names no choice."""
+        grid = {"model": "tiny-gpt2", "machine": "a100-40", "batch": 2, "seq": 64, "policy": "all_on_gpu"}
+        each = [
+            {"parallel": "auto"},
+            {"parallel": "auto", "checkpointing": True},
+            {"parallel": "auto", "checkpointing": False},
+        ]
+        default_s, whole_s, none_s = (sweep(grid | axes, jobs=1).rows[0]["iteration_s"] for axes in each)
+        assert default_s == whole_s and default_s != none_s
+
     def test_fits_prints_the_comparison(self, capsys: pytest.CaptureFixture[str]) -> None:
         args = ["--model", "tiny-gpt2", "--batch", "2", "--seq", "64", "--machine", "a100-40", "--gpus", "2"]
         assert main(["fits", *args, "--parallel", "pp=2", "--policy", "all_on_gpu"]) == 0
