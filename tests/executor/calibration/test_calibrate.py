@@ -13,6 +13,7 @@ import torch
 from executor import calibrate as calibration
 from executor.calibration import compute, copies, host, shapes, together, wire
 from executor.calibration.bench import Bench, Effort
+from executor.calibration.folders import DiskPoint, FolderRates
 from executor.calibration.measured_device import CudaDevice, VirtualDevice, open_device
 from executor.recording import moment_costs
 from pstar_sim.catalog.loader import load_machine, resize
@@ -385,6 +386,7 @@ def test_what_a_watched_action_raises_is_raised() -> None:
 # -- the machine ------------------------------------------------------------------------------------------------------
 
 SHAPE = ProductShape(sms=1, tile=(1, 1), wave_loss=0.0, depth=20.0, bytes_per_s=9e9, kernel_s=5e-6, flash=0.5)
+DISK = DiskPoint(2, 32 << 20, read_bytes_per_s=2e9, write_bytes_per_s=1e9)
 FOUND = calibration.Findings(
     products=SHAPE,
     python_s=2e-5,
@@ -399,7 +401,7 @@ FOUND = calibration.Findings(
     adam=((1.0, 1e9), (2.0, 1.9e9)),
     dram_bytes_per_s=25e9,
     network=("gloo", ((2e6, 2e8), (2e7, 3e8)), 5e-4),
-    disks=(2e9, 1e9, 10**11, 1e-4),
+    disks=(FolderRates((DISK,), DISK, together=(1.5e9, 7e8), latency_s=1e-4), 10**11),
     slowdowns={"compute_while_adam": 1.2},
     skipped=["pinned against pageable: never pinned"],
     taken_by_others=0.3,
@@ -435,6 +437,8 @@ def test_the_file_says_what_it_is_and_comes_back(tmp_path: Path) -> None:
     assert "# pinned against pageable: never pinned" in text
     back = load_machine(file)
     assert back.slowdowns == {"compute_while_adam": 1.2}
+    assert back.nvme is not None and back.nvme.memory_bytes == 10**11
+    assert (back.nvme.read_bytes_per_s, back.nvme.write_beside_bytes_per_s) == (2e9, 7e8)
     assert back.gpu.products is not None and back.gpu.products.flash == 0.5
     assert back.gpu.products.seconds((1, 64, 64, 64), 1e11, 1e5) == pytest.approx(
         SHAPE.seconds((1, 64, 64, 64), 1e11, 1e5)
