@@ -25,10 +25,10 @@ def in_fours(layout: Layout) -> Mapping[int, int]:
     return {c.index: FOUR for c in layout.chunks if not (c.small or c.frozen) and layout.slice_numel(c.index) >= 512}
 
 
-def test_no_plan_in_parts_is_below_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_plan_in_parts_is_below_a_bound(monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
     """Job 271 is one of two in 231 where bounds that ignore parts exceed a plan's seconds (2.17 s, the plan 2.01 s)."""
     broken, held = [], 0
-    for number in (271, *range(1, 16)):
+    for number in (271, *range(1, 16 if whole else 8)):
         rng = random.Random(f"b {number}")
         w, machine, settings = random_job(rng)
         policy = find_policy(rng.choice(("tide", "optimal", "static_partition", "l2l")))
@@ -45,7 +45,7 @@ def test_no_plan_in_parts_is_below_a_bound(monkeypatch: pytest.MonkeyPatch) -> N
         held += 1
         if number == 271:
             broken = list(hold(parted).wrong)
-    assert held >= 8
+    assert held >= (8 if whole else 4)
     assert broken
 
 

@@ -27,7 +27,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 SHIM = """#!{python} -IS
 import json, os, signal, socket, sys
@@ -95,7 +95,8 @@ def serve(listener: socket.socket) -> Program | None:
     """Returns in each forked process, with its program; None at the end of standard input."""
     children: dict[int, socket.socket] = {}
     while True:
-        ready, _, _ = select.select([0, listener, *children.values()], [], [], 0.02 if children else None)
+        sources: list[Any] = [0, listener, *children.values()]
+        ready, _, _ = select.select(sources, [], [], 0.02 if children else None)
         if 0 in ready:
             for child in children:
                 os.kill(child, signal.SIGKILL)

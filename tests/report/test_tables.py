@@ -47,7 +47,7 @@ Text = Callable[[int], str]
 @functools.cache
 def answers() -> Mapping[str, Text]:
     """What each command that answers with a table prints for a small job, by width."""
-    m, roomy = ps.machine("v100-32", gpu_memory="2.5GB"), ps.machine("v100-32")
+    m, roomy = (ps.machine("v100-32", gpu_memory=size) for size in ("2.5GB", "12GB"))
     w = ps.preset("gpt2-medium", batch=4, seq=256, dtype="fp16")
     policies = ["zero_offload", "static_partition", "tide", "patrickstar"]
     compared = ps.compare(w, m, policies=[*policies, "tide:capacity=peak,adam=fifo"])

@@ -80,8 +80,9 @@ def test_less_recomputation_takes_the_place_of_checkpointing_where_a_job_changes
 def test_a_model_of_any_depth_is_tried_with_every_second_block() -> None:
     """The search begins with one block, which a model of the catalog would refuse."""
     answer = ps.max_model(
-        ps.machine("a100-40"), batch=1, seq=64, like="gpt2", policies="all_on_gpu", catalog=False, recompute="every-2"
-    )
+        ps.machine("a100-40", gpu_memory="6GB"), batch=1, seq=64, like="gpt2", policies="all_on_gpu", catalog=False,
+        recompute="every-2",
+    )  # fmt: skip
     assert answer["all_on_gpu"].value > 12
     with pytest.raises(ModelError, match="the model has 12 blocks"):
         Job(model="gpt2", batch=1, seq=64, recompute="every-13").of(ps.machine("a100-40"))
