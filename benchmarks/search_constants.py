@@ -161,6 +161,7 @@ CHANGES: tuple[Change, ...] = (
     *instead("tide", "core.layout.MOST_SMALL", 1.0),
     *instead("vocabulary", "policy.passes.parts.LARGE", 1.5, 4.0, none=1e9),
     *instead("disks", "policy.passes.feasibility.IN_FLIGHT", 1, 3),
+    *instead("disks", "policy.passes.feasibility.IN_FLIGHT_BESIDE", 2, 4),
     *instead("disks", "policy.family.disks.LARGE", 1.0, none=1e9),
     *instead("karma", "policy.systems.karma.INTERLEAVES", none_interleaved=((0.0, 0),),
              all_or_none=((0.0, 0), (1.0, 0)), every_other=(*karma.INTERLEAVES[:-1:2], karma.INTERLEAVES[-1]),
@@ -176,6 +177,7 @@ SEARCHES = ("policy/family", "policy/kit", "policy/passes", "policy/systems/karm
             "core/choose.py", "bounds", "planner/variants.py", "planner/ways.py")  # fmt: skip
 OTHER_NUMBERS = {
     "ALIGN": "alignment of tensors",
+    "ALIGN_BYTES": "the same of masters",
     "PART_ALIGN": "alignment of parts of a chunk",
     "ROUNDING": "rounding of seconds",
     "TOLERANCE": "agreement of seconds",
@@ -183,6 +185,8 @@ OTHER_NUMBERS = {
     "FAR": "a number that no stall reaches: variables of a linear program need an upper bound",
     "STAND_INS": "a limit of time: the bound of 3 micro-batches takes 0.04 s, of 128 micro-batches 1 s",
     "TIME_LIMIT_S": "patience with the solver",
+    "MOST_FLUID": "a limit of time: each takes as long as a fluid bound",
+    "NEAR": "how much of a bound its search may lose",
     "MOST_MICRO_BATCHES": "a limit of the question",
     "MOST_SPLITS_NAMED": "length of a message",
     "MOST_PARTS": "a limit of the number of steps that no job here reaches",
@@ -412,16 +416,18 @@ def of_stronghold() -> dict[str, Job]:
 
 
 def of_disks() -> dict[str, Job]:
-    """Returns jobs whose states have no room on the host, on disks of two rates; one with a large vocabulary."""
+    """Returns jobs whose states have no room on the host, on disks of two rates, some of which read and write at the
+    same time; one with a large vocabulary."""
     found = {}
-    for model, host, rate in (
-        ("4B", "40GB", 5e9),
-        ("4B", "40GB", 20e9),
-        ("12B", "128GB", 5e9),
-        ("llama-3-8b", "72GB", 5e9),
+    for model, host, rate, share in (
+        ("4B", "40GB", 5e9, None),
+        ("4B", "40GB", 20e9, 0.8),
+        ("12B", "128GB", 5e9, 0.8),
+        ("llama-3-8b", "72GB", 5e9, None),
     ):
         disks = Nvme(
             name="disks", memory_bytes=10**12, read_bytes_per_s=rate, write_bytes_per_s=rate / 2, latency_s=1e-4,
+            read_beside_bytes_per_s=share and share * rate, write_beside_bytes_per_s=share and share * rate / 2,
             measured=False, source="assumed",
         )  # fmt: skip
         machine = replace(ps.machine("rtx4090", host_memory=host), nvme=disks)

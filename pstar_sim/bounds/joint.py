@@ -307,7 +307,7 @@ class _JointProgram:
         self.whole = self._params(job.total if several else 0.0)
         # Between each micro-batch and the next, bytes of others' slices of sums that wait for the next, and the seconds
         # of collectives that these save.
-        count = job.u - 1 if several and len(job.facts.net.saves) else 0
+        count = job.u - 1 if several and job.facts.net.most_saved_s else 0
         self.later = self._bytes(job.facts.net.most_sums, count=count)
         self.saved_s = lp.variables(count, most=job.facts.net.most_saved_s / job.scale) * job.scale
         self.sum_bytes = job.sum_w if job.u > 2 else min(job.w, job.sum_w)  # bytes of a held sum, per parameter
@@ -530,8 +530,7 @@ class _JointProgram:
         update comes before the last sum."""
         job, facts, net = self.job, self.job.facts, self.job.facts.net
         again = self.gathered.sum() + net.frozen_bytes - self.others_kept
-        for seconds, per_byte_s in zip(net.saved_s, net.saves):
-            self.lp.add(self.saved_s <= seconds + self.later * per_byte_s, unit=job.scale)
+        self.lp.add(self.saved_s <= self.later * net.saves + net.saved_s, unit=job.scale)
         net_s = net.each_time_s - self.saved_s.sum() + again * net.byte_s
         self.terms += [("net", net_s), ("net", compute_s + net.lost * net_s)]
         if job.barrier:

@@ -31,7 +31,6 @@ gathered at least once per iteration, and a rank updates whole chunks. As in the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,8 +43,6 @@ from pstar_sim.sim.several_ranks import classes_of
 from pstar_sim.workload.workload import Workload
 
 Array = NDArray[np.float64]
-LINES = 8
-"""Of the seconds of sums over their bytes: most jobs have chunks of three rates."""
 
 
 def costs_of_ranks(
@@ -65,8 +62,8 @@ class NetFacts:
     reduce_s: per chunk in `job.trained`, of the last sum.
     gather_s: likewise, after the update.
     each_time_s: of all updated chunks, summed in every micro-batch.
-    saved_s, saves: lines, seconds and seconds per byte: what bytes of others' slices of whole sums between two
-        micro-batches save at most, of `most_saved_s`.
+    saved_s, saves: seconds, and seconds per byte of others' slices of whole sums between two micro-batches, that these
+        save at most, of `most_saved_s`.
     updates_s: of all updated chunks, if such sums alone have the room.
     add_s: of compute, at least, per byte of them.
     own: bytes of them per own parameter, and those of padding.
@@ -93,8 +90,7 @@ class NetFacts:
         self.reduce_s: Array = np.array(summed, dtype=float) if sliced else 2 * each
         self.gather_s: Array = each if sliced else 0 * each
         self.each_time_s = self.updates_s = float((self.reduce_s + self.gather_s).sum())
-        self.saved_s, self.saves = np.zeros(0), np.zeros(0)
-        self.most_saved_s = self.most_sums = self.add_s = 0.0
+        self.saved_s = self.saves = self.most_saved_s = self.most_sums = self.add_s = 0.0
         if sliced and rooms:
             sums = np.array([max(1, layout.payload_bytes(c, "grad32_remote")) for c in job.trained], dtype=float)
             self.most_saved_s, self.most_sums = float(self.reduce_s.sum()), float(sums.sum())
@@ -110,14 +106,14 @@ class NetFacts:
         self.byte_s = min((once_s[c] / size for c, size in self.others.items() if size), default=0.0)
 
     def _saved_beside(self, room: float) -> float:
-        return min([self.most_saved_s, *(self.saved_s + self.saves * room)]) if room < inf else self.most_saved_s
+        return min(self.most_saved_s, self.saved_s + self.saves * room)
 
 
-def _most_saved(seconds: Array, sizes: Array) -> tuple[Array, Array]:
-    """(seconds, seconds per byte) of lines over bytes of which none is below the seconds of the sums, or of parts of
-    them, that take so many: a line through each LINES-th of the seconds, those of the most seconds per byte first."""
+def _most_saved(seconds: Array, sizes: Array) -> tuple[float, float]:
+    """(seconds, seconds per byte) of a line over bytes that is never below the seconds of the sums, or of parts of
+    them, that take so many: through the middle of all seconds, those with the most per byte first."""
     order = np.argsort(-seconds / sizes, kind="stable")
     upto_s, upto = np.cumsum(seconds[order]), np.cumsum(sizes[order])
-    at = np.unique(np.searchsorted(upto_s, upto_s[-1] * (np.arange(LINES) + 0.5) / LINES))
-    per_byte_s = (seconds / sizes)[order][at]
-    return upto_s[at] - per_byte_s * upto[at], per_byte_s
+    at = int(np.searchsorted(upto_s, upto_s[-1] / 2))
+    per_byte_s = float(seconds[order[at]] / sizes[order[at]])
+    return float(upto_s[at]) - per_byte_s * float(upto[at]), per_byte_s
