@@ -59,10 +59,11 @@ IN_SMALL = {
     "pstar plan --model 1B --global-batch 8": "--policy zero_offload --global-batch 2",
     "pstar compare --model 1B --batch 2": "--policy zero_offload",
     "pstar compare --model llama-3.2-3b": "--policy tide",
+    'from matplotlib import pyplot as plt\n\nimport pstar_sim as ps\n\nw = ps.preset("12B"': "1B",
     "pstar run plan.json": "--steps 2",
 }
-"""How a command begins that takes long, and the flags that it gets beside its own without --whole. The `compare` of
-add-a-gpu.md is asked about every policy."""
+"""How a command begins that takes long, and the flags that it gets beside its own without --whole; how Python does, and
+the model that stands for its preset. The `compare` of add-a-gpu.md is asked about every policy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +104,7 @@ def pieces(path: Path) -> Iterator[Piece]:
 def run(piece: Piece, whole: bool) -> None:
     """In the current folder. A command of pstar runs in this process, which has torch loaded already; with the flags of
     IN_SMALL, unless whole."""
+    small = next((more for begin, more in IN_SMALL.items() if piece.text.startswith(begin)), None)
     if piece.language in ("toml", "yaml"):
         (name,) = re.findall(r"\A# (\S+\.(?:toml|yaml))\n", piece.text) or [None]
         assert name, f"{piece.where}: a block of TOML or YAML begins with the name of its file"
@@ -112,11 +114,12 @@ def run(piece: Piece, whole: bool) -> None:
     elif piece.language == "python":
         from matplotlib import pyplot
 
-        exec(compile(piece.text, piece.where, "exec"), {"__name__": "document"})
+        text = piece.text if whole or small is None else re.sub(r'preset\("\w+"', f'preset("{small}"', piece.text)
+        exec(compile(text, piece.where, "exec"), {"__name__": "document"})
         pyplot.close("all")
     elif piece.text.startswith("pstar "):
-        more = "" if whole else next((flags for begin, flags in IN_SMALL.items() if piece.text.startswith(begin)), "")
-        words = [*shlex.split(piece.text, comments=True), *more.split()]
+        more = [] if whole or small is None else small.split()
+        words = [*shlex.split(piece.text, comments=True), *more]
         assert main(words[1:]) == 0, f"{piece.where}: {piece.text}"
     else:
         folder = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
