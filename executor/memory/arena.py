@@ -139,8 +139,8 @@ class Arena:
         """Payloads and buffers at the place now."""
         return self._ledger.used_bytes(place)
 
-    def room_on_gpu(self) -> int:
-        return self._ledger.room_bytes(Place.GPU)
+    def room_bytes(self, place: Place) -> int:
+        return self._ledger.room_bytes(place)
 
     def take(self, place: Place, chunk: int, list_name: str) -> None:
         """Raises PlanError if it has memory already or the place would exceed its budget, OutOfMemory (nothing changed)

@@ -242,8 +242,7 @@ class Contents:
             raise PlanError(f"write of {list_name} of chunk {chunk} would overwrite gradients on the disks")
         if list_name == "param":
             state.current.discard(NVME)
-        elif list_name == "grad32" or list_name == "grad":
-            self.gradients.note_norms(chunk, list_name)
+        self.gradients.note_norms(chunk, list_name)
         self.arena.disks.write(chunk, list_name, self.arena.at(HOST, chunk, list_name))
         self._same(HOST, NVME, chunk, list_name)
         state.unsaved.discard(list_name)
@@ -258,10 +257,12 @@ class Contents:
         self.arena.categories.copied(source, target, chunk, list_name)
         leaving = state.where(source, list_name)
         state.where(target, list_name).update(leaving)
-        leaving.clear()
         if list_name == "param" and source in state.current:
             state.current.add(target)
+            if leaving:
+                state.current.discard(source)  # the slots there keep the gradients
             self._changed(chunk)
+        leaving.clear()
 
     def adam(
         self, chunk: int, place: Place, update: Update, norms: Norms, elements: tuple[int, int] | None = None

@@ -46,7 +46,8 @@ class Inline:
         return self._step(*_COPIES[place], chunk, list_name)
 
     def _on_gpu(self, chunk: int, list_name: str) -> bool:
-        current = list_name != "param" or GPU in self.contents.chunks[chunk].current
+        state = self.contents.chunks[chunk]
+        current = not state.where(NVME, list_name) and (list_name != "param" or GPU in state.current)
         return not self.arena.has(NVME, chunk, list_name) or (current and self.arena.has(GPU, chunk, list_name))
 
     def drop(self, place: Place, chunk: int, list_name: str) -> Step:
@@ -128,6 +129,8 @@ class Inline:
         elif list_name == "param":
             state = self.contents.chunks[chunk]
             sources = {p for p in state.current if p is not place and not state.where(p, "param")}
+            if not self._may_pass(chunk):
+                sources.discard(NVME)
             if place is not HOST and sources and HOST not in sources and NVME in (place, *sources):
                 self._bring_by_host(place, chunk)
             elif sources:
@@ -138,6 +141,14 @@ class Inline:
             self.perform(self.copy(place, chunk, list_name))
         else:
             raise PlanError(f"{list_name} of chunk {chunk} is lost: neither place holds it")
+
+    def _may_pass(self, chunk: int) -> bool:
+        """Whether the host, without gradients of the chunk, has room for its working list on the way from disks."""
+        if self.contents.chunks[chunk].where(HOST, "param"):
+            return False
+        return self.arena.has(HOST, chunk, "param") or self.arena.room_bytes(HOST) >= self.layout.payload_bytes(
+            chunk, "param"
+        )
 
     def _bring_by_host(self, place: Place, chunk: int) -> None:
         """Between gpu and disks: no step does it at once."""

@@ -50,14 +50,14 @@ class RoomMaker:
         strict: raise DoesNotFit if that fails.
         """
         arena, plan = self.run.arena, self.run.plan
-        if arena.room_on_gpu() >= size:
+        if arena.room_bytes(Place.GPU) >= size:
             return
         for chunk in self._victims(needed):
             self._drop(chunk)
-            if arena.room_on_gpu() >= size:
+            if arena.room_bytes(Place.GPU) >= size:
                 return
         # The known tide is that of the plan's moments; give up the part of it that is only an estimate.
-        short = size - arena.room_on_gpu()
+        short = size - arena.room_bytes(Place.GPU)
         if strict and self.shortage.pending:
             short -= self.unpin(short, needed=needed)[1]
             if short <= 0:
@@ -151,7 +151,7 @@ class RoomMaker:
             if not run.arena.has(GPU, chunk, "param"):
                 size = run.plan.layout.payload_bytes(chunk, "param")
                 self.make(size, needed=wanted, strict=required)
-                if not required and run.arena.room_on_gpu() < size:
+                if not required and run.arena.room_bytes(Place.GPU) < size:
                     continue
             if GPU not in run.contents.chunks[chunk].current:
                 self._bring(chunk, "param", wanted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
@@ -15,7 +16,7 @@ from executor.off_plan.states import States
 from executor.session.state import RunState
 from pstar_sim.core.step import Place
 
-GPU, HOST = Place.GPU, Place.HOST
+GPU, HOST, NVME = Place.GPU, Place.HOST, Place.NVME
 
 
 class Stepping:
@@ -55,18 +56,18 @@ class Stepping:
             arrived = sorted(t for c in chunks for t in contents.chunks[c.index].with_gradient())
             return [contents.gradients.norm(t) for t in arrived]
 
-        read = {
-            c.index: self.states.bring_from_disks(
-                c.index, [name for (_, name), mine in contents.chunks[c.index].gradients.items() if mine]
-            )
-            for c in chunks
+        lists = {
+            c.index: [name for (_, name), mine in contents.chunks[c.index].gradients.items() if mine] for c in chunks
         }
+        # The host may have no room for all gradients on disks, so those in one list come for their update alone.
+        read = {c: self.states.bring_from_disks(c, names if len(names) > 1 else ()) for c, names in lists.items()}
         for c in chunks if not update.skip else ():
             contents.gradients.fold(c.index, self.states.home(c.index))
         if self.updates.max_grad_norm is not None and update.norm is None:
             update.coefficient(norms)
         for c in chunks:
             home = self.states.home(c.index)
+            read[c.index] += self.states.bring_from_disks(c.index, lists[c.index])
             if not arena.has(home, c.index, "param"):
                 if home is GPU:
                     self.room.make(layout.payload_bytes(c.index, "param"), needed={c.index})
@@ -81,10 +82,22 @@ class Stepping:
         self.cut.return_to()
 
     def _take_kept_back(self) -> None:
-        shares, chunk_of = self.gradients.shares, self.run.contents.slots.chunk_of
-        for t in list(shares.kept):
-            self._take(chunk_of(t))
-            shares.kept_to_param(t, self.states.home(chunk_of(t)))
+        """Of a chunk whose working list lives on disks, on through the host to there."""
+        shares, contents, inline = self.gradients.shares, self.run.contents, self.inline
+        tensors: defaultdict[int, list[int]] = defaultdict(list)
+        for t in shares.kept:
+            tensors[contents.slots.chunk_of(t)].append(t)
+        for chunk, mine in tensors.items():
+            has = self.run.arena.has
+            passes = has(NVME, chunk, "param") and not has(HOST, chunk, "param")
+            if passes and contents.chunks[chunk].where(NVME, "param"):
+                self.states.bring_from_disks(chunk, ["param"])
+            self._take(chunk)
+            for t in mine:
+                shares.kept_to_param(t, self.states.home(chunk))
+            if passes:
+                inline.perform(inline.copy(NVME, chunk, "param"))
+                inline.perform(inline.drop(HOST, chunk, "param"))
 
     def _take(self, chunk: int) -> None:
         def take() -> None:

@@ -10,6 +10,7 @@ import pytest
 from drawn import TIME_TO_SHRINK, Drawn, chances, jobs
 from hypothesis import given, settings
 
+from pstar_sim.bounds.bounds import lower_bound
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.core.effects import tide_at_cut
 from pstar_sim.core.ledger import Holdings
@@ -24,6 +25,7 @@ from pstar_sim.policy.kit.schedule import Modes, Schedule, Stretch
 from pstar_sim.policy.passes import collective_rows, gradient_rows, update_rows
 from pstar_sim.policy.passes.builder import Builder
 from pstar_sim.policy.passes.collective_rows import Collectives
+from pstar_sim.policy.passes.disk_rows import DiskTrips
 from pstar_sim.policy.passes.draft_rows import DraftRows, Pass
 from pstar_sim.policy.passes.feasibility import needed_on_host
 from pstar_sim.policy.passes.floors import Floors
@@ -90,6 +92,10 @@ def write(rows: DraftRows, one: Pass) -> list[tuple[int, Kind, int, str]]:
     return written
 
 
+def working_lists(rows: DraftRows) -> WorkingLists:
+    return WorkingLists(rows, Floors(rows), DiskTrips(rows))
+
+
 def test_working_lists_come_for_their_visits_and_clean_ones_leave() -> None:
     s = schedule()
     rows = DraftRows(s)
@@ -100,7 +106,7 @@ def test_working_lists_come_for_their_visits_and_clean_ones_leave() -> None:
         2: [Stretch(2, 2)],
     }
     fetch, drop = Kind.FETCH, Kind.DROP
-    assert write(rows, WorkingLists(rows, Floors(rows))) == [
+    assert write(rows, working_lists(rows)) == [
         (0, fetch, 0, "param"),
         (0, drop, 0, "param"),
         (1, fetch, 1, "param"),
@@ -113,7 +119,7 @@ def test_working_lists_come_for_their_visits_and_clean_ones_leave() -> None:
 
 def test_a_second_fetch_waits_for_the_first_list_to_be_gone() -> None:
     rows = DraftRows(schedule())
-    write(rows, WorkingLists(rows, Floors(rows)))
+    write(rows, working_lists(rows))
     again = next(row for row in rows.rows if row.kind is Kind.FETCH and row.use == 4)
     drop = next(i for i, row in enumerate(rows.rows) if row.kind is Kind.DROP and row.chunk == 0)
     assert (drop, 0) in again.after
@@ -123,7 +129,9 @@ def test_gradients_of_early_micro_batches_have_a_list_and_the_last_one_takes_the
     s = schedule(micro_batches=2)
     rows = DraftRows(s)
     mine = [
-        (kind, name) for _, kind, c, name in write(rows, GradientRows(rows, WorkingLists(rows, Floors(rows)))) if c == 1
+        (kind, name)
+        for _, kind, c, name in write(rows, GradientRows(rows, working_lists(rows), DiskTrips(rows)))
+        if c == 1
     ]
     early = [(Kind.ALLOC, "grad"), (Kind.WRITEBACK, "grad"), (Kind.FREE, "grad"), (Kind.CPU_ADD, "grad")]
     assert mine == [*early, (Kind.WRITEBACK, "param"), (Kind.DROP, "param")]
@@ -133,7 +141,7 @@ def test_gradients_of_early_micro_batches_have_a_list_and_the_last_one_takes_the
 def test_on_several_ranks_a_gradient_is_whole_until_it_is_summed_and_a_pinned_one_stays() -> None:
     s = schedule(micro_batches=2, machine="h100-80x4", pinned=[0])
     rows = DraftRows(s)
-    written = write(rows, GradientRows(rows, WorkingLists(rows, Floors(rows))))
+    written = write(rows, GradientRows(rows, working_lists(rows), DiskTrips(rows)))
     opened = [(Kind.ALLOC, "grad"), (Kind.ALLOC, "grad_remote"), (Kind.REDUCE_SCATTER, "grad_remote")]
     assert [(kind, name) for _, kind, c, name in written if c == 0] == [*opened, (Kind.FREE, "grad")]
     assert [(kind, name) for _, kind, c, name in written if c == 1][:5] == [
@@ -161,7 +169,7 @@ def test_states_of_a_streamed_chunk_come_and_go() -> None:
     s = schedule(streamed=[1], pinned=[0])
     rows = DraftRows(s)
     floors = Floors(rows)
-    one = UpdateRows(rows, WorkingLists(rows, floors))
+    one = UpdateRows(rows, WorkingLists(rows, floors, DiskTrips(rows)))
     update = s.updates[1]
     for n in range(update + 1):
         waits = one.before(n) if n in one.before_at else ()
@@ -311,3 +319,36 @@ def test_an_update_is_due_before_the_disks_would_stand_still() -> None:
     on_disks, timeline = planned(0.75)
     assert on_disks == {1, 2, 3, 4, 5, 6, 7}
     assert 7 * 4 / 3 <= timeline.iteration_s < 9.6
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_working_lists_and_gradients_go_to_disks_where_states_do_not_suffice(clip: bool) -> None:
+    """12 layers: 24 MB of working lists and 24 MB of two layers' states on their way fit in 48 MB. With less, some
+    working lists live on disks; the host has 8 MB for trips and 28 MB for two layers on their way. A state is read and
+    written once; a working list and a gradient are written once and read thrice, less what stays on the GPU."""
+    workload = chain_workload(12, 2**20, forward_s=0.125)
+    asked = Settings(update="step" if clip else "eager", clip=clip, chunk_bytes=2 * MIB)
+    for host_bytes in (48 * MIB, 46 * MIB, 40 * MIB):
+        machine = round_machine(
+            gpu_memory_bytes=8 * MIB,
+            h2d_bytes_per_s=16 * MIB,
+            host_memory_bytes=host_bytes,
+            nvme_memory_bytes=2**30,
+            nvme_read_bytes_per_s=12 * MIB,
+            nvme_write_bytes_per_s=12 * MIB,
+        )
+        plan = find_policy("tide")(workload, machine, asked)
+        proved = plan.check()
+        wholly = {r.chunk for r in plan.initial if (r.place, r.list) == (Place.NVME, "param")}
+        left = host_bytes - (12 - len(wholly)) * 2 * MIB
+        assert (
+            len(wholly) == 0
+            if host_bytes == 48 * MIB
+            else 8 * MIB + 2 * 14 * MIB <= left < 8 * MIB + 2 * 14 * MIB + 2 * MIB
+        )
+        assert proved.peak_bytes["host"] <= host_bytes
+        written = 12 * 12 + 2 * 2 * len(wholly)
+        assert plan.moved_bytes["nvme_write"] == written * MIB
+        assert plan.moved_bytes["nvme_read"] <= (written + 2 * len(wholly)) * MIB
+        bound = lower_bound(workload, machine, asked, plan.layout)
+        assert play(plan).iteration_s >= bound.seconds

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from heapq import heappushpop
+from heapq import heappushpop, nlargest
 from statistics import median
 
 from pstar_sim.policy.kit.job import Job
@@ -43,7 +44,23 @@ def with_disks(job: Job, modes: Modes) -> Modes:
                 moved = count
                 break
         else:
+            if (wholly := _wholly(job, replace(modes, on_disks=frozenset(order)), order, passing_chunks)) is not None:
+                return wholly
             continue
         if moved_bytes <= disk_bytes:
             break
     return replace(modes, on_disks=frozenset(order[:moved]))
+
+
+def _wholly(job: Job, modes: Modes, order: Sequence[int], passing_chunks: int) -> Modes | None:
+    """As few of these chunks as payloads allow, on the disks with all lists; None where that gives too little room, or
+    several micro-batches add up gradients on the host."""
+    order = [c for c in order if c not in modes.streamed]
+    for count in range(1, 1 + (0 if job.several else len(order))):
+        some = replace(modes, wholly_on_disks=frozenset(order[:count]))
+        sizes = [some.bytes_on_disks(job, c) for c in some.on_disks]
+        if sum(sizes) > job.machine.nvme_budget_bytes:
+            break
+        if needed_on_host(job, some) + sum(nlargest(passing_chunks, sizes)) <= job.machine.host_budget_bytes:
+            return some
+    return None

@@ -12,6 +12,10 @@ from typing import NamedTuple
 from pstar_sim.policy.kit.blocks import Position
 from pstar_sim.policy.kit.job import Job
 
+# Working lists for which the host has room at a time on their way to the GPU, and gradients on theirs to disks, of
+# chunks that are wholly there.
+TRIPS = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Modes:
@@ -20,6 +24,7 @@ class Modes:
     summed: micro-batches' gradients add up on the GPU though states live elsewhere, when `Schedule.sums` says.
     spilt: of these, those that go to the host between two micro-batches.
     on_disks: states on disks between two updates, on the host for them.
+    wholly_on_disks: of these, working lists too, which pass the host on their way to the GPU, and gradients.
     """
 
     pinned: frozenset[int]
@@ -27,6 +32,15 @@ class Modes:
     summed: frozenset[int] = frozenset()
     spilt: frozenset[int] = frozenset()
     on_disks: frozenset[int] = frozenset()
+    wholly_on_disks: frozenset[int] = frozenset()
+
+    def lists_on_disks(self, job: Job, chunk: int) -> tuple[str, ...]:
+        """The working list first."""
+        working = ("param",) if chunk in self.wholly_on_disks else ()
+        return (*working, *job.states_of(chunk)) if chunk in self.on_disks else ()
+
+    def bytes_on_disks(self, job: Job, chunk: int) -> int:
+        return sum(job.layout.payload_bytes(chunk, name) for name in self.lists_on_disks(job, chunk))
 
 
 def modes_of(job: Job, pinned: Iterable[int], streamed: Iterable[int]) -> Modes:
@@ -136,7 +150,7 @@ class Schedule:
     @property
     def on_disks(self) -> frozenset[tuple[int, str]]:
         """The (chunk, list) pairs that live on disks."""
-        return frozenset((c, name) for c in self.modes.on_disks for name in self.job.states_of(c))
+        return frozenset((c, name) for c in self.modes.on_disks for name in self.modes.lists_on_disks(self.job, c))
 
     def is_resident(self, chunk: int) -> bool:
         return chunk in self.modes.pinned or chunk in self.job.small

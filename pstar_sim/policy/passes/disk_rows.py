@@ -19,10 +19,9 @@ from itertools import accumulate, pairwise
 
 from pstar_sim.core.draft import FREE
 from pstar_sim.core.step import Kind, Queue
-from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.room import queue_of_writes
-from pstar_sim.policy.kit.schedule import Schedule
-from pstar_sim.policy.passes.draft_rows import DraftRows
+from pstar_sim.policy.kit.schedule import TRIPS, Schedule
+from pstar_sim.policy.passes.draft_rows import After, DraftRows
 
 
 def turns(schedule: Schedule) -> list[int]:
@@ -44,31 +43,32 @@ def turns(schedule: Schedule) -> list[int]:
             _, c = later.pop()
             heappush(ready, (c not in updates, updates.get(c, job.uses.first_use(c)), c))
         order.append(heappop(ready)[-1])
-        now_s += _seconds(job, order[-1])
+        now_s += _seconds(schedule, order[-1])
     return order
 
 
-def _deadlines(job: Job, order: Sequence[int]) -> dict[int, float]:
+def _deadlines(schedule: Schedule, order: Sequence[int]) -> dict[int, float]:
     """Chunk -> moment of the next iteration, by whose start its update leaves the turns behind it their seconds before
     first uses; for one that is due before the iteration begins, minus the seconds.
 
     order: of turns.
     """
+    job = schedule.job
     start_s = [0.0, *accumulate(job.cost.moments_s)]
     latest_s = start_s[-1]
     due: dict[int, float] = {}
     for c in reversed(order):
         latest_s = min(latest_s, start_s[job.uses.first_use(c)])
         due[c] = float(bisect_left(start_s, latest_s)) if latest_s >= 0 else latest_s
-        latest_s -= _seconds(job, c)
+        latest_s -= _seconds(schedule, c)
     return due
 
 
-def _seconds(job: Job, chunk: int) -> float:
+def _seconds(schedule: Schedule, chunk: int) -> float:
+    job, lists = schedule.job, schedule.modes.lists_on_disks(schedule.job, chunk)
     assert job.machine.nvme is not None
     each_s = [
-        sum(job.charges.of(kind, chunk, name).seconds for name in job.states_of(chunk))
-        for kind in (Kind.NVME_READ, Kind.NVME_WRITE)
+        sum(job.charges.of(kind, chunk, name).seconds for name in lists) for kind in (Kind.NVME_READ, Kind.NVME_WRITE)
     ]
     return job.machine.nvme.least_s(*each_s)
 
@@ -94,9 +94,10 @@ class DiskRows:
         self._rows = rows
         self._writes = queue_of_writes(rows.schedule.job.machine)
         self._order = turns(rows.schedule)
-        self._due = _deadlines(rows.schedule.job, self._order) if self._order else {}
+        self._due = _deadlines(rows.schedule, self._order) if self._order else {}
         self._turn_of = {c: n for n, c in enumerate(self._order)}
-        self._sizes = [rows.schedule.job.states_bytes(c) for c in self._order]
+        schedule = rows.schedule
+        self._sizes = [schedule.modes.bytes_on_disks(schedule.job, c) for c in self._order]
         self._befores = _ended_before(self._sizes, rows.schedule.disk_room_bytes)
         self._reads: defaultdict[int, dict[str, int]] = defaultdict(dict)  # chunk -> list -> row
         self._ends: defaultdict[int, list[int]] = defaultdict(list)  # chunk -> rows
@@ -114,22 +115,25 @@ class DiskRows:
 
     def read(self, chunk: int) -> Mapping[str, int]:
         """List -> row that brings it to the host."""
-        rows, job = self._rows, self._rows.schedule.job
-        for name in job.states_of(chunk) if chunk in self._turn_of else ():
+        rows, schedule = self._rows, self._rows.schedule
+        for name in schedule.modes.lists_on_disks(schedule.job, chunk):
             key = (1.0, float(self._turn_of[chunk]), float(len(self._reads[chunk])))
-            moment = job.uses.last_gradient(chunk)
-            self._reads[chunk][name] = rows.add(Queue.NVME, Kind.NVME_READ, chunk, name, moment, key=key)
+            moment = schedule.job.uses.last_gradient(chunk)
+            after: After = ((rows.host_left_by[chunk], 0),) if name == "param" else ()
+            self._reads[chunk][name] = rows.add(Queue.NVME, Kind.NVME_READ, chunk, name, moment, after=after, key=key)
         return self._reads[chunk]
 
     def write(self, chunk: int, name: str, updated: int) -> None:
         """Leaves the host behind the row that has updated it."""
-        if chunk not in self._turn_of:
+        if name not in self._rows.schedule.modes.lists_on_disks(self._rows.schedule.job, chunk):
             return
         rows, moment = self._rows, self._rows.schedule.job.uses.last_gradient(chunk)
         key = (0.0, float(self._turn_of[chunk]), float(len(self._ends[chunk])))
         written = rows.add(self._writes, Kind.NVME_WRITE, chunk, name, moment, after=((updated, 0),), key=key)
         freed = rows.add(self._writes, Kind.FREE, chunk, name, moment, charge=FREE, behind=written)
         self._ends[chunk].append(freed)
+        if name == "param":
+            rows.host_left_by[chunk] = freed
 
     def close(self) -> None:
         """Let each turn wait for the turns before."""
@@ -140,3 +144,59 @@ class DiskRows:
                 after += [(row, int(turn < 0)) for row in self._ends[order[turn]]]
             for row in self._reads[order[n]].values():
                 rows.wait(row, *after)
+
+
+class DiskTrips:
+    """[Note: trips] The working list of a chunk that is wholly on disks passes the host for each visit, and its
+    gradient on its way there. Each way has room for TRIPS, in the order of positions: a trip waits until an earlier one
+    has left, so the host never holds more in any order of the steps, and no trip waits for a later one.
+    """
+
+    def __init__(self, rows: DraftRows) -> None:
+        self._rows = rows
+        self._writes = queue_of_writes(rows.schedule.job.machine)
+        self._ways: dict[Kind, list[tuple[int, int]]] = {Kind.FETCH: [], Kind.WRITEBACK: []}  # (begins, has left)
+        self._first_reads: dict[int, int] = {}  # chunk -> row
+
+    def read(self, c: int, n: int) -> After:
+        """What the fetch for position n waits for."""
+        rows = self._rows
+        if c not in rows.schedule.modes.wholly_on_disks:
+            return ()
+        after: After = ((rows.host_left_by[c], 0),) if c in rows.host_left_by else ()
+        read = rows.add(Queue.NVME, Kind.NVME_READ, c, moment=rows.moment_of(n), after=after, key=(-1.0, float(n)))
+        self._first_reads.setdefault(c, read)
+        return ((read, 0),)
+
+    def fetched(self, c: int, row: int, read: After) -> None:
+        rows = self._rows
+        if read:
+            left = rows.add(Queue.H2D, Kind.FREE, c, moment=rows.rows[row].moment, charge=FREE, behind=row)
+            rows.host_left_by[c] = left
+            self._ways[Kind.FETCH].append((read[0][0], left))
+
+    def before_gradient(self, c: int) -> After:
+        """What a last gradient's way down waits for, besides room."""
+        return ((self._rows.host_left_by[c], 0),) if c in self._rows.schedule.modes.wholly_on_disks else ()
+
+    def send(self, c: int, down: int) -> None:
+        """A last gradient that has come down goes on."""
+        rows = self._rows
+        if c not in rows.schedule.modes.wholly_on_disks:
+            return
+        moment, key = rows.rows[down].moment, (-0.5, rows.next_number())
+        sent = rows.add(self._writes, Kind.NVME_WRITE, c, moment=moment, after=((down, 0),), key=key)
+        left = rows.host_left_by[c] = rows.add(self._writes, Kind.FREE, c, moment=moment, charge=FREE, behind=sent)
+        self._ways[Kind.WRITEBACK].append((down, left))
+
+    def close(self) -> None:
+        """Behind all rows of the update."""
+        rows = self._rows
+        for ways in self._ways.values():
+            for n, (begins, _) in enumerate(ways):
+                if n >= TRIPS:
+                    rows.wait(begins, (ways[n - TRIPS][1], 0))
+                elif len(ways) >= TRIPS:
+                    rows.wait(begins, (ways[n - TRIPS][1], 1))
+        for c, row in self._first_reads.items():
+            rows.wait(row, (rows.host_left_by[c], 1))

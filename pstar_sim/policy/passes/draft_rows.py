@@ -53,6 +53,7 @@ class DraftRows:
     add_of: chunk -> add of its latest gradient on the host, or copy there.
     last_adds: those of last gradients, if clipping needs their norm.
     send_of: chunk -> write-back of its last gradient to CPU Adam.
+    host_left_by: chunk wholly on disks -> last row that freed its working list on the host.
     first_drop_of: streamed chunk that stays -> drop of its parameters.
     """
 
@@ -69,6 +70,7 @@ class DraftRows:
         self.add_of: dict[int, int] = {}
         self.last_adds: list[int] = []
         self.send_of: dict[int, int] = {}
+        self.host_left_by: dict[int, int] = {}
         self.first_drop_of: dict[int, int] = {}
         self.gpu_update_of: dict[int, int] = {}
         self.cpu_update_of: dict[int, int] = {}

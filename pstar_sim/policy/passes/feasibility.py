@@ -9,7 +9,7 @@ from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.kit.blocks import Block
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.room import describe_moment
-from pstar_sim.policy.kit.schedule import Modes
+from pstar_sim.policy.kit.schedule import TRIPS, Modes
 from pstar_sim.policy.passes import gradient_rows
 from pstar_sim.units import format_bytes, format_count
 
@@ -70,8 +70,14 @@ def needed_on_host(job: Job, modes: Modes) -> int:
     # If no sum spills and no sum waits for the barrier, the sums of streamed chunks are never on the host.
     never = frozenset[int]() if modes.spilt or job.barrier is not None else modes.summed & modes.streamed
     needed = held_on_host(job, modes.pinned, ((c, "grad32") for c in never))
-    needed -= sum(job.states_bytes(c) for c in modes.on_disks)
+    needed -= sum(modes.bytes_on_disks(job, c) for c in modes.on_disks)
+    needed += 2 * TRIPS * trip_bytes(job, modes.wholly_on_disks)
     return needed + _passing_bytes(job, (c for c in job.candidates if c not in modes.pinned))
+
+
+def trip_bytes(job: Job, chunks: Iterable[int]) -> int:
+    """Room of one working list on its way."""
+    return max((job.sizes[c] for c in chunks), default=0)
 
 
 def in_flight(job: Job) -> int:
@@ -81,14 +87,14 @@ def in_flight(job: Job) -> int:
 
 def disk_room(job: Job, modes: Modes) -> int:
     """Room on the host for states from and to disks, of at most `in_flight` chunks."""
-    largest = nlargest(in_flight(job), (job.states_bytes(c) for c in modes.on_disks))
+    largest = nlargest(in_flight(job), (modes.bytes_on_disks(job, c) for c in modes.on_disks))
     return min(sum(largest), job.machine.host_budget_bytes - needed_on_host(job, modes))
 
 
 def check_host(job: Job, modes: Modes) -> None:
     """Raise DoesNotFit unless the host has room for what is neither pinned nor on disks and what passes, and disks for
     theirs."""
-    pinned, states = modes.pinned, [job.states_bytes(c) for c in modes.on_disks]
+    pinned, states = modes.pinned, [modes.bytes_on_disks(job, c) for c in modes.on_disks]
     needed = needed_on_host(job, modes) + max(states, default=0)
     budget = job.machine.host_budget_bytes
     if sum(states) > job.machine.nvme_budget_bytes:

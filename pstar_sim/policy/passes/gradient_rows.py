@@ -14,6 +14,7 @@ from pstar_sim.errors import CannotPlan
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.schedule import Modes, Stretch
 from pstar_sim.policy.passes.collective_rows import reduce
+from pstar_sim.policy.passes.disk_rows import DiskTrips
 from pstar_sim.policy.passes.draft_rows import After, DraftRows
 from pstar_sim.policy.passes.working_lists import WorkingLists
 
@@ -57,9 +58,10 @@ def adds_s(job: Job, modes: Modes) -> list[float]:
 
 
 class GradientRows:
-    def __init__(self, rows: DraftRows, working: WorkingLists) -> None:
+    def __init__(self, rows: DraftRows, working: WorkingLists, trips: DiskTrips) -> None:
         self._rows = rows
         self._working = working
+        self._trips = trips
         self._freed: dict[int, int] = {}  # chunk -> row that freed its gradient list on the GPU
         self._opened: list[tuple[int, int]] = []  # (chunk, first row that opens one of its lists), in order
         self._opens: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # position -> (chunk, its micro-batch)
@@ -209,8 +211,9 @@ class GradientRows:
         """Also added on the host, if clipping takes the sum's norm."""
         rows, job = self._rows, self._rows.schedule.job
         moment = job.uses.last_gradient(c)
-        ready: After = ((rows.sum_of.get(c, here), 0),)
+        ready: After = ((rows.sum_of.get(c, here), 0), *self._trips.before_gradient(c))
         down = rows.writeback(c, "param", moment, ready, rows.down_key(c), drop=drop)
+        self._trips.send(c, down)
         if job.add_last:
             key = (0.0, rows.next_number())
             # The add also waits for the chunk's earlier gradients, which may still be on their way down.

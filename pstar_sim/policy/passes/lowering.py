@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from pstar_sim.core.draft import Charge, Draft
 from pstar_sim.core.effects import tide_at_cut
 from pstar_sim.core.step import Kind, Queue
-from pstar_sim.policy.kit.schedule import Schedule
+from pstar_sim.policy.kit.schedule import TRIPS, Schedule
 from pstar_sim.policy.passes.collective_rows import Collectives
+from pstar_sim.policy.passes.disk_rows import DiskTrips
 from pstar_sim.policy.passes.draft_rows import DraftRows, Pass, ends_of
-from pstar_sim.policy.passes.feasibility import held_on_host
+from pstar_sim.policy.passes.feasibility import held_on_host, trip_bytes
 from pstar_sim.policy.passes.floors import Floors
 from pstar_sim.policy.passes.gradient_rows import GradientRows
 from pstar_sim.policy.passes.trip_rows import TripRows
@@ -28,8 +29,9 @@ def draft_of(schedule: Schedule) -> Draft:
     """
     rows = DraftRows(schedule)
     floors = Floors(rows)
-    working, collectives = WorkingLists(rows, floors), Collectives(rows, floors)
-    trips, gradients, updates = TripRows(rows), GradientRows(rows, working), UpdateRows(rows, working)
+    on_disks = DiskTrips(rows)
+    working, collectives = WorkingLists(rows, floors, on_disks), Collectives(rows, floors)
+    trips, gradients, updates = TripRows(rows), GradientRows(rows, working, on_disks), UpdateRows(rows, working)
     before: defaultdict[int, list[Pass]] = defaultdict(list)  # position -> passes with rows before it, in order
     behind: defaultdict[int, list[Pass]] = defaultdict(list)
     one: Pass
@@ -52,6 +54,7 @@ def draft_of(schedule: Schedule) -> Draft:
         rows.leave()
     gradients.close()
     updates.close()
+    on_disks.close()
     working.close()
     collectives.close()
     floors.close()
@@ -83,7 +86,8 @@ def _draft(rows: DraftRows, updates: UpdateRows) -> Draft:
         gpu_free_bytes=gpu_free - tide_at_cut([block.tide_bytes for block in job.blocks]),
         host_free_bytes=machine.host_budget_bytes
         - held_on_host(job, modes.pinned, schedule.never_on_host)
-        - updates.disks.held_bytes,
+        - updates.disks.held_bytes
+        - 2 * TRIPS * trip_bytes(job, modes.wholly_on_disks),
         room=schedule.room,
         lead_bytes=schedule.lead_bytes,
         rates=job.cost.rates(measured=False),

@@ -171,7 +171,7 @@ class UpdateRows:
             rows.cpu_update_of[c] = rows.add(
                 Queue.ADAM, Kind.CPU_UPDATE, c, charge=charge, after=ends_of(waits), key=key
             )
-            for name in job.states_of(c):
+            for name in (*job.states_of(c), "param"):
                 self.disks.write(c, name, rows.cpu_update_of[c])
         self.disks.close()
         for c, down in self._parameters_down.items():

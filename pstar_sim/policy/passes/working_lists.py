@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from pstar_sim.core.step import Kind, Queue
+from pstar_sim.policy.passes.disk_rows import DiskTrips
 from pstar_sim.policy.passes.draft_rows import After, DraftRows
 from pstar_sim.policy.passes.floors import Floors
 
@@ -14,8 +15,9 @@ from pstar_sim.policy.passes.floors import Floors
 class WorkingLists:
     """Changed lists hold gradients (gradient_rows.py) or updated parameters (update_rows.py)."""
 
-    def __init__(self, rows: DraftRows, floors: Floors) -> None:
+    def __init__(self, rows: DraftRows, floors: Floors, trips: DiskTrips) -> None:
         self._rows = rows
+        self._trips = trips
         self._floors = floors
         self._first_fetches: list[tuple[int, str, int]] = []  # rows that take lists of the previous iteration
         self._fetches_before: defaultdict[int, list[int]] = defaultdict(list)  # position -> chunks
@@ -55,8 +57,10 @@ class WorkingLists:
         after += self._floors.of(c, n)
         if key in rows.release_of:
             after = ((rows.release_of[key], 0), *after)
+        read = self._trips.read(c, n) if list_name == "param" else ()
         moment, deadline = rows.moment_of(n), (float(n), float(c))
-        row = rows.add(Queue.H2D, Kind.FETCH, c, list_name, moment, after=after, key=deadline, use=n)
+        row = rows.add(Queue.H2D, Kind.FETCH, c, list_name, moment, after=(*read, *after), key=deadline, use=n)
+        self._trips.fetched(c, row, read)
         self._floors.serve(c, n, row)
         if key not in rows.release_of:
             self._first_fetches.append((c, list_name, row))

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pstar_sim.core.choose import Window
 from pstar_sim.core.draft import Draft, DraftRow
 from pstar_sim.core.plan import Plan, Resident
-from pstar_sim.core.step import DISK_QUEUES, UPDATES, Kind, Place, Ref
+from pstar_sim.core.step import DISK_QUEUES, UPDATES, Kind, Place, Queue, Ref
 from pstar_sim.core.trips import trips_of
 from pstar_sim.policy.kit.schedule import Schedule
 from pstar_sim.policy.passes.builder import After, Builder
@@ -76,7 +76,7 @@ def step_of(b: Builder, row: DraftRow, after: After) -> int:
         return b.add(row.queue, row.kind, chunk=row.chunk, moment=b.uses.last_gradient(row.chunk), after=after)
     place = None
     if row.kind in (Kind.ALLOC, Kind.FREE):
-        place = Place.HOST if row.queue in DISK_QUEUES else Place.GPU
+        place = Place.HOST if row.queue in (Queue.H2D, *DISK_QUEUES) else Place.GPU
     return b.add(
         row.queue, row.kind, chunk=row.chunk, list_name=row.list_name, place=place, moment=row.moment, after=after
     )

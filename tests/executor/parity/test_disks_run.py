@@ -34,6 +34,7 @@ def plan_on_disks(
     dtype: torch.dtype = torch.float32,
     host_share: float | None = None,
     beside: bool = False,
+    chunk_bytes: int | None = None,
 ) -> Plan:
     """policy: also options of zero_infinity alone.
     host_share: host memory, as a share of all parameters and states; None: enough without disks.
@@ -51,7 +52,7 @@ def plan_on_disks(
         host_bytes = int(host_share * bytes_each * params / dtype.itemsize) + machine.host.reserved_bytes
         machine = replace(machine, host=replace(machine.host, memory_bytes=host_bytes))
     spec = f"zero_infinity:{policy},{SMALL}" if policy.startswith(("params=", "states=")) else policy
-    return find_policy(spec)(w, machine, Settings(clip=clip, effort=0.1))
+    return find_policy(spec)(w, machine, Settings(clip=clip, effort=0.1, chunk_bytes=chunk_bytes))
 
 
 def full(*_: Any) -> int:
@@ -66,9 +67,13 @@ CASES = {
     "tide, clipped": ("gpt2", "tide", 1, 0.5, torch.float32, 0.3),
     "tide, in bf16": ("llama", "tide", 4, None, torch.bfloat16, 0.5),
     "streams": ("llama", "optimal:order=depth-first", 2, 0.5, torch.float32, 0.4),
+    "wholly, clipped": ("gpt2", "tide", 1, 0.5, torch.float32, 0.2),
+    "wholly, in bf16": ("llama", "optimal:order=depth-first", 1, None, torch.bfloat16, 0.15),
     "a window": ("gpt2", "stronghold", 1, None, torch.float32, 0.5),
 }
-BESIDE = ("both, in bf16", "tide, in bf16", "a window")
+CHUNKS = {"wholly, clipped": 16384, "wholly, in bf16": 4096}
+"""So small that the host has no room for all working lists."""
+BESIDE = ("both, in bf16", "tide, in bf16", "wholly, in bf16", "a window")
 """Cases in which disks read while they write."""
 
 
@@ -77,6 +82,7 @@ def test_trains_to_the_bit_as_without_disks(kit: Any, start: Callable[..., Any],
     name, policy, micro_batches, clip, dtype, share = CASES[case]
     about: dict[str, Any] = {"micro_batches": micro_batches, "clip": clip, "dtype": dtype, "checkpointing": True}
     of_plan: dict[str, Any] = {"micro_batches": micro_batches, "clip": clip is not None, "dtype": dtype}
+    of_plan["chunk_bytes"] = CHUNKS.get(case)
     beside = case in BESIDE
     plans = [
         plan_on_disks(kit, name, spec, host_share=host, beside=beside, **of_plan)
@@ -86,6 +92,8 @@ def test_trains_to_the_bit_as_without_disks(kit: Any, start: Callable[..., Any],
     assert writes == {Queue.NVME_WRITE if beside else Queue.NVME}
     on_disks = {row.chunk for row in plans[0].initial if row.place is Place.NVME}
     assert not any(row.place is Place.NVME for row in plans[1].initial)
+    working = any((row.place, row.list) == (Place.NVME, "param") for row in plans[0].initial)
+    assert working == case.startswith(("wholly", "param", "both"))
     assert case != "streams" or any(plans[0].modes[chunk] == "stream" for chunk in on_disks)
     runs = [start(name, policy, plan=plan, disks=[tmp_path], **about) for plan in plans]
     for run in runs:
@@ -108,17 +116,26 @@ def test_trains_to_the_bit_as_without_disks(kit: Any, start: Callable[..., Any],
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_leaves_the_plan_is_right_on_disks_too(kit: Any, start: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["all lists", "wholly"])
+def test_what_leaves_the_plan_is_right_on_disks_too(
+    kit: Any, start: Callable[..., Any], tmp_path: Path, case: str
+) -> None:
     """An evaluation, a backward that is dropped, and a larger batch, alone and behind a micro-batch on plan."""
-    plan = plan_on_disks(kit, "mlp", "params=nvme,states=nvme", micro_batches=2, clip=True)
-    run = start("mlp", "zero_infinity", plan=plan, disks=[tmp_path], micro_batches=2, clip=0.5, checkpointing=True)
+    if case == "wholly":
+        name, count, small = "gpt2", 1, {"host_share": 0.2, "chunk_bytes": 16384, "beside": True}
+        plan = plan_on_disks(kit, name, "tide", micro_batches=count, clip=True, **small)
+        assert any((row.place, row.list) == (Place.NVME, "param") for row in plan.initial)
+    else:
+        name, count = "mlp", 2
+        plan = plan_on_disks(kit, name, "params=nvme,states=nvme", micro_batches=count, clip=True)
+    run = start(name, plan.policy, plan=plan, disks=[tmp_path], micro_batches=count, clip=0.5, checkpointing=True)
     model, twin = run.model, run.reference.model
 
     def both(batch: Any) -> None:
         for one in (model, twin):
             kit.loss_of(one, batch).backward()
 
-    for rows in ((1, 1), (1, 2), (2, 2), (1, 1)):
+    for rows in [times[:count] for times in ((1, 1), (1, 2), (2, 2), (1, 1))]:
         batch = next(run.batches)
         with torch.no_grad():
             assert float(kit.loss_of(model, batch)) == float(kit.loss_of(twin, batch))
@@ -127,6 +144,8 @@ def test_what_leaves_the_plan_is_right_on_disks_too(kit: Any, start: Callable[..
         twin.zero_grad()
         for times in rows:
             both({key: torch.cat([value] * times) for key, value in next(run.batches).items()})
+        with torch.no_grad():  # where gradients have overwritten parameters
+            assert float(kit.loss_of(model, batch)) == float(kit.loss_of(twin, batch))
         run.optimizer.step()
         run.optimizer.zero_grad()
         run.reference.step()
