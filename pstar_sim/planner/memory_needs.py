@@ -226,15 +226,16 @@ def _from_disks(
     """[Note: less of the host, more on disks]. Raises DoesNotFit.
 
     any_on: without a search.
-    halves: 0 for any plan that has room.
     """
     try:
-        budget_bytes, found = _most_on_host(any_on, machine, loading, halves=halves)
+        budget_bytes, need = _most_on_host(any_on, machine, loading, halves=halves)
     except DoesNotFit:
         if any_on is plan_on:
             raise
         any_on = plan_on  # a search may find other chunk sizes or policies that have room
-        budget_bytes, found = _most_on_host(plan_on, machine, loading, halves=halves)
+        budget_bytes, need = _most_on_host(plan_on, machine, loading, halves=halves)
+    found = need.plan
+    assert found is not None
     for _ in range(MOST_SHORT if any_on is not plan_on else 0):
         best = _planned_within(plan_on, machine, budget_bytes)
         if best is None or (short := _shortage_of(best, machine, loading)) is None:
@@ -246,33 +247,44 @@ def _from_disks(
 
 def _most_on_host(
     plan_on: Callable[[Machine], Plan], machine: Machine, loading: Loading, *, halves: int
-) -> tuple[int, Plan]:
-    """Host budget, and the plan for it that has room on the machine. Raises DoesNotFit."""
+) -> tuple[int, Need]:
+    """Host budget, and the need of the plan for it that has room on the machine. Raises DoesNotFit.
+
+    halves: 0 for any plan that has room.
+    """
     plan, whole = plan_on(machine), machine.host_budget_bytes
-    short = _shortage_of(plan, machine, loading)
-    if short is None:
-        return whole, plan
+    short: DoesNotFit | None = None
+    if halves or not _surely_short(plan, loading):
+        need = need_of_plan(plan, loading)
+        if (short := host_shortage(need, machine)) is None:
+            return whole, need
+    shorts: list[DoesNotFit] = []
+
+    def refusal() -> DoesNotFit:
+        first = short or _shortage_of(plan, machine, loading)
+        return min(filter(None, (first, *shorts)), key=lambda one: one.needed_bytes)
+
     refused, high, uses_disks = 0, whole, True
-    budget_bytes = max(1, whole - short.short_bytes) if halves else 1
+    budget_bytes = max(1, whole - short.short_bytes) if halves and short else 1
     for _ in range(2 * MOST_SHORT):
         try:
             need = need_of_plan(plan_on(_with_host_budget(machine, budget_bytes)), loading)
-        except DoesNotFit as refusal:
+        except DoesNotFit as refused_there:
             refused = budget_bytes
-            wanted_bytes = _wanted_bytes(refusal, refused)
+            wanted_bytes = _wanted_bytes(refused_there, refused)
             if wanted_bytes >= high and not uses_disks:
-                raise short from None  # there is a plan only where there is no room
+                raise refusal() from None  # there is a plan only where there is no room
             budget_bytes = wanted_bytes if refused < wanted_bytes < high else (refused + high) // 2
             continue
         assert need.plan is not None
         still = host_shortage(need, machine)
         if still is None:
             break
-        short = min(short, still, key=lambda one: one.needed_bytes)
+        shorts.append(still)
         high, uses_disks = budget_bytes, need.plan.nvme_budget_bytes > 0
         budget_bytes = (refused + high) // 2
     else:
-        raise short
+        raise refusal()
     low = budget_bytes
     for _ in range(halves):
         left_bytes = whole - need.host_bytes
@@ -284,8 +296,14 @@ def _most_on_host(
             low, need = budget_bytes, more_need
         else:
             high = budget_bytes
-    assert need.plan is not None
-    return low, need.plan
+    return low, need
+
+
+def _surely_short(plan: Plan, loading: Loading) -> bool:
+    """Without a simulation, which says what passes, and slabs."""
+    w, machine = plan.workload, plan.machine
+    beside = max(_buffer_bytes(plan), 0 if machine.unified else loading.startup_bytes(w, machine.local_ranks))
+    return sum(host_payloads(plan).values()) + beside > machine.host_budget_bytes
 
 
 def _least_need(plan_on: Callable[[Machine], Plan], machine: Machine, loading: Loading) -> Need | None:
@@ -368,13 +386,13 @@ def memory_need(
         # A host known to be short has disks beside it, or the policy would have been refused above.
         need = None if refusal is None or fewest or not on_disks else _least_need(plan_on, machine, loading)
         if need is None:
-            if not on_disks:
-                plan = plan_on(machine)
-            elif fewest:
+            if on_disks and not fewest:
+                _, need = _most_on_host(plan_on, machine, loading, halves=0)
+            elif on_disks:
                 plan = with_room(partial(function, workload), policy, workload, machine, settings, loading=loading)
+                need = need_of_plan(plan, loading)
             else:
-                plan = _from_disks(plan_on, plan_on, machine, loading, halves=0)
-            need = need_of_plan(plan, loading)
+                need = need_of_plan(plan_on(machine), loading)
             if not able.counts_host:
                 _check_host(need, machine)
     except DoesNotFit:
