@@ -648,7 +648,7 @@ def trillion() -> str:
 
 
 MEMORY_OF = {
-    "golden": "Megatron-LM's tests of GPTs, A100",
+    "golden": "Megatron-LM's tests of GPTs and BERTs, A100",
     "Megatron-Bridge": "Megatron-Bridge, gpt-oss-120b on 64 GPUs",
     "SimuMax": "SimuMax, Llamas cut to 8 B200s",
     "tr11": "BigScience, as nvidia-smi shows it",
