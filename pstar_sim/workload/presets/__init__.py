@@ -376,8 +376,8 @@ def _dropped(refuse: Callable[[str, object, str], ModelError], entry: ModelEntry
     if not any(rates := dropout(axes.dropout)):
         return None
     want = ""
-    if entry.family not in ("gpt", "llama") or entry.post_norms:
-        want = "it is written for a gpt, and for a llama without norms behind its layers"
+    if entry.family not in ("gpt", "llama"):
+        want = "it is written for a gpt or llama"
     elif entry.family == "llama" and (axes.kernels != "megatron" or axes.autocast is not None):
         want = "of a llama Megatron alone has masks; give kernels megatron without autocast"
     if want:

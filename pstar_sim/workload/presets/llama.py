@@ -176,15 +176,19 @@ class _LayerWriter:
         first, behind, second, last = self._names(i)
         if self.post:
             t.open("grad", last, Phase.BWD, [f"{last}.weight"])
-            norms.backward(f"{last}.weight", v, s.rows, residual=False, shared=True)
-        self.mlp(i).backward(block, own=self.post or bool(drop_backward(t, s)))
+        dropped = bool(drop_backward(t, s))
+        if self.post:
+            norms.backward(f"{last}.weight", v, s.rows, residual=False, shared=not dropped)
+        self.mlp(i).backward(block, own=self.post or dropped)
         t.open("grad", second, Phase.BWD, [f"{second}.weight"])
         norms.backward(f"{second}.weight", r, s.rows)
         if self.post:
             t.open("grad", behind, Phase.BWD, [f"{behind}.weight"])
-            norms.backward(f"{behind}.weight", v, s.rows, residual=False, shared=True)
+        dropped = bool(drop_backward(t, s))
+        if self.post:
+            norms.backward(f"{behind}.weight", v, s.rows, residual=False, shared=not dropped)
         reads = [f"{first}.weight"]
-        own = self.post or bool(drop_backward(t, s))
+        own = self.post or dropped
         self.attention.backward(block, kept, s.model.window_of(i), reads=reads, own=own)
         norms.backward(f"{first}.weight", r, s.rows)
         if s.recomputes(i) and norms.upcast:
