@@ -124,12 +124,16 @@ def _together(store: DiskStore[tuple[int, int]], clock: Callable[[], float]) -> 
         both_begin.wait()
         for number in itertools.cycle(halves[name]):
             begun_s = clock()
-            call((size, number), memory)
+            try:
+                call((size, number), memory)
+            except BaseException:
+                failed.set()
+                raise
             seconds[name].append(clock() - begun_s)
-            if min(map(len, seconds.values())) >= half:
+            if failed.is_set() or min(map(len, seconds.values())) >= half:
                 return
 
-    both_begin = threading.Barrier(2)
+    both_begin, failed = threading.Barrier(2), threading.Event()
     with ThreadPoolExecutor(2) as threads:
         for one in [threads.submit(move, name, getattr(store, name)) for name in halves]:
             one.result()

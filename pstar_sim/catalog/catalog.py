@@ -110,7 +110,11 @@ class Catalog:
         )
 
     def nvme(self, name: str) -> Nvme:
-        return Nvme(**_figures(Nvme, self.disks[name]))
+        e = self.disks[name]
+        disks = Nvme(**_figures(Nvme, e))
+        if one := disks.only_rate_beside:
+            raise e.refuse(f"{one}_beside_gb_per_s", "written with the rate of the other direction")
+        return disks
 
     def host(self, name: str) -> Host:
         e = self.hosts[name]

@@ -404,9 +404,9 @@ class Group:
 class Nvme:
     """The solid-state disks of one node, all together.
 
-    [Note: reads beside writes] Where the shares r and w of their rates that reads and writes get together are more than
-    1, plans have them in two queues. Reads of R seconds and writes of W, alone, then take R + W - (r + w - 1) * b, with
-    b seconds of both, at most R / r and W / w.
+    [Note: reads beside writes] Together, reads and writes get the shares r and w of their rates: half each where they
+    are not known. Where r + w is more than 1, plans have them in two queues. Reads of R seconds and writes of W, alone,
+    then take R + W - (r + w - 1) * b, with b seconds of both, at most R / r and W / w.
 
     read_bytes_per_s, write_bytes_per_s: effective, of large sequential accesses.
     read_beside_bytes_per_s, write_beside_bytes_per_s: of both together; None: not known.
@@ -492,20 +492,29 @@ class Nvme:
         _check("set of disks", self)
 
     @property
-    def beside(self) -> tuple[float, float] | None:
-        """Shares of their rates that a read and a write get together; None where turns are not known to be slower."""
+    def only_rate_beside(self) -> str | None:
+        """ "read" or "write", where of both together that alone is known."""
+        known = [self.read_beside_bytes_per_s is not None, self.write_beside_bytes_per_s is not None]
+        return ("read" if known[0] else "write") if sum(known) == 1 else None
+
+    @property
+    def beside(self) -> tuple[float, float]:
+        """Shares of their rates that a read and a write get together."""
         if self.read_beside_bytes_per_s is None or self.write_beside_bytes_per_s is None:
-            return None
+            return 0.5, 0.5
         read = min(1.0, self.read_beside_bytes_per_s / self.read_bytes_per_s)
         write = min(1.0, self.write_beside_bytes_per_s / self.write_bytes_per_s)
-        return (read, write) if read + write > 1 else None
+        return read, write
+
+    @property
+    def gain(self) -> float:
+        """Of a second of both over turns, 0 where these are not known to be slower: [Note: reads beside writes]."""
+        return max(0.0, sum(self.beside) - 1)
 
     def least_s(self, read_s: float, write_s: float) -> float:
         """[Note: reads beside writes]"""
-        if self.beside is None:
-            return read_s + write_s
         read, write = self.beside
-        return read_s + write_s - (read + write - 1) * min(read_s / read, write_s / write)
+        return read_s + write_s - self.gain * min(read_s / read, write_s / write)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,6 +70,10 @@ def _plain(value: object) -> Any:
     return int(value) if isinstance(value, Integral) else float(value)
 
 
+def has_figure(machine: Machine, path: str) -> bool:
+    return _PATHS[path].get(machine) is not None
+
+
 def override_paths() -> tuple[str, ...]:
     return tuple(_PATHS)
 
@@ -299,10 +303,11 @@ def _refusal(
 
 
 def _check_disk(machine: Machine, given: Mapping[str, Value]) -> None:
-    paths = ("nvme.memory", "nvme.read", "nvme.write")
-    if machine.nvme is None and 0 < sum(path in given for path in paths) < len(paths):
+    needed = ("nvme.memory", "nvme.read", "nvme.write")
+    of_disks = [path for path in given if path.startswith("nvme.")]
+    if machine.nvme is None and of_disks and not all(path in given for path in needed):
         instead = "a disk needs all three: nvme.memory, nvme.read and nvme.write"
-        raise _refusal(machine, given, paths, "it has no disk of its own", instead)
+        raise _refusal(machine, given, of_disks, "it has no disk of its own", instead)
 
 
 def _check(machine: Machine, given: Mapping[str, Value]) -> None:
@@ -321,6 +326,9 @@ def _check(machine: Machine, given: Mapping[str, Value]) -> None:
             f"Adam at that rate moves {format_bytes(traffic)}/s, its DRAM only {format_bytes(host.dram_bytes_per_s)}/s",
             f"give at most {host.dram_bytes_per_s / ADAM_BYTES_PER_PARAM / 1e9:.3g}G, or a higher host.dram",
         )
+    if machine.nvme is not None and (one := machine.nvme.only_rate_beside):
+        other = "write" if one == "read" else "read"
+        raise refuse((f"nvme.{one}_beside",), "both rates count together", f"set nvme.{other}_beside too")
     if machine.nodes > 1 and machine.network is None:
         raise refuse(("nodes",), "it has no network between nodes", "set network.bandwidth too, such as 25GB/s")
 

@@ -222,6 +222,12 @@ def _rows(machine: Machine) -> list[tuple[str, str, str]]:
     if machine.nvme is not None:
         rows.append(("disk, read", _gb(machine.nvme.read_bytes_per_s), ""))
         rows.append(("disk, write", _gb(machine.nvme.write_bytes_per_s), ""))
+        together = machine.nvme.read_beside_bytes_per_s, machine.nvme.write_beside_bytes_per_s
+        rows += [
+            (f"disk, {name} beside the other", _gb(rate), "")
+            for name, rate in zip(("read", "write"), together)
+            if rate is not None
+        ]
     if machine.peer is not None:
         rates = _span(machine.peer.table, GB)
         rows.append((f"collectives ({machine.peer.name})", _gb(machine.peer.bytes_per_s), rates))
@@ -264,6 +270,8 @@ def _facts(machine: Machine, path: str, skipped: list[str]) -> dict[str, object]
         "dram_bytes_per_s": host.dram_bytes_per_s,
         "disk_read_bytes_per_s": None if machine.nvme is None else machine.nvme.read_bytes_per_s,
         "disk_write_bytes_per_s": None if machine.nvme is None else machine.nvme.write_bytes_per_s,
+        "disk_read_beside_bytes_per_s": None if machine.nvme is None else machine.nvme.read_beside_bytes_per_s,
+        "disk_write_beside_bytes_per_s": None if machine.nvme is None else machine.nvme.write_beside_bytes_per_s,
         "collectives_bytes_per_s": None if machine.peer is None else machine.peer.bytes_per_s,
         "collectives_table": [] if machine.peer is None else list(machine.peer.table),
         "slowdowns": dict(machine.slowdowns),

@@ -19,7 +19,7 @@ from pstar_sim.arguments import flag, function, number
 from pstar_sim.arguments import names as listed
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import model_entry
-from pstar_sim.catalog.overrides import override
+from pstar_sim.catalog.overrides import has_figure, override
 from pstar_sim.collector import without_garbage_collection
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import PstarError
@@ -45,7 +45,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "CPU cores": ("host.cores",),
     "peer link": ("peer.bandwidth",),
     "network": ("network.bandwidth",),
-    "NVMe": ("nvme.read", "nvme.write"),
+    "NVMe": ("nvme.read", "nvme.write", "nvme.read_beside", "nvme.write_beside"),
     "one more GPU": ("gpus",),
 }
 """Parts that can be enlarged -> their figures. Parts that the machine does not have are left out. Cores and Adam: see
@@ -353,5 +353,5 @@ def _more(machine: Machine, part: str, by: float) -> Machine | None:
         if any((r.gpu, r.link) != (machine.ranks[0].gpu, machine.ranks[0].link) for r in machine.ranks):
             return None
         return override(machine, {"gpus": machine.local_ranks + 1})
-    paths = [p for p in PARTS[part] if not p.startswith("gpu.flops") or p[10:] in machine.gpu.flops_per_s]
+    paths = [path for path in PARTS[part] if has_figure(machine, path)]
     return override(machine, dict.fromkeys(paths, f"x{1 + by:.6g}"))

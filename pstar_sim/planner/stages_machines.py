@@ -156,11 +156,14 @@ def _part_of_host(host: Host, part: float) -> Host:
 
 
 def _part_of_disks(disks: Nvme, part: float) -> Nvme:
+    read_beside, write_beside = disks.read_beside_bytes_per_s, disks.write_beside_bytes_per_s
     return replace(
         disks,
         memory_bytes=int(disks.memory_bytes * part),
         read_bytes_per_s=disks.read_bytes_per_s * part,
         write_bytes_per_s=disks.write_bytes_per_s * part,
+        read_beside_bytes_per_s=read_beside and read_beside * part,
+        write_beside_bytes_per_s=write_beside and write_beside * part,
     )
 
 

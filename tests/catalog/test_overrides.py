@@ -72,6 +72,11 @@ def test_nodes_and_gpus_multiply(v100: ps.Machine) -> None:
         (["nodes=2"], "it has no network between nodes; set network.bandwidth too"),
         (["network.latency=5us"], "has no network; set network.bandwidth too"),
         (["nvme.read=5GB/s"], "a disk needs all three"),
+        (["nvme.life=5000TB"], "a disk needs all three"),
+        (
+            ["nvme.read=5GB/s", "nvme.write=2GB/s", "nvme.memory=1TB", "nvme.read_beside=3GB/s"],
+            "both rates count together; set nvme.write_beside too",
+        ),
         (["gpu.flops.bf16=+10%"], "has no gpu.flops.bf16 to change; give it as 150T"),
     ],
 )

@@ -376,6 +376,11 @@ def test_a_stage_has_its_part_of_the_node(node: Machine) -> None:
     assert own.host_budget_bytes == pytest.approx(node.host_budget_bytes, rel=1e-9)
     assert own.adam_params_per_s == pytest.approx(node.adam_params_per_s)
     assert [(n.stage, n.fabric) for n in own.neighbours] == [(s, node.peer) for s in (0, 2, 3)]
+    assert node.nvme is not None
+    beside = replace(node.nvme, read_beside_bytes_per_s=2e9, write_beside_bytes_per_s=1e9)
+    part = machine_of_stage(replace(node, nvme=beside), Parallelism(pipeline=4), 1).nvme
+    assert part is not None and part.read_bytes_per_s == beside.read_bytes_per_s / 4
+    assert part.beside == pytest.approx(beside.beside)
 
 
 def test_between_nodes_the_ranks_of_a_node_share_its_network() -> None:

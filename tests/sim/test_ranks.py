@@ -215,6 +215,9 @@ def test_reads_beside_writes_take_as_long_on_each_rank() -> None:
         seconds.append(play(on_disks).iteration_s)
         assert play(on_disks, every_rank=True).iteration_s == pytest.approx(seconds[-1])
     assert seconds[1] < 0.92 * seconds[0]
+    in_turns = replace(on_disks, machine=machine(nvme=disks))
+    for every_rank in (False, True):
+        assert play(in_turns, every_rank=every_rank).iteration_s >= 0.999 * seconds[0]
 
 
 def test_what_a_rank_has_of_its_node() -> None:

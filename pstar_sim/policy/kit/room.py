@@ -19,7 +19,7 @@ def budget_bytes(machine: Machine, place: Place) -> int:
 
 def queue_of_writes(machine: Machine) -> Queue:
     """To disks: [Note: reads beside writes] in machine.py."""
-    return Queue.NVME if machine.nvme is None or machine.nvme.beside is None else Queue.NVME_WRITE
+    return Queue.NVME if machine.nvme is None or not machine.nvme.gain else Queue.NVME_WRITE
 
 
 def describe_moment(workload: Workload, moment: int) -> str:

@@ -82,7 +82,7 @@ def trip_bytes(job: Job, chunks: Iterable[int]) -> int:
 
 def in_flight(job: Job) -> int:
     disks = job.machine.nvme
-    return IN_FLIGHT if disks is None or disks.beside is None else IN_FLIGHT_BESIDE
+    return IN_FLIGHT if disks is None or not disks.gain else IN_FLIGHT_BESIDE
 
 
 def disk_room(job: Job, modes: Modes) -> int:

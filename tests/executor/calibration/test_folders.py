@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from executor.calibration import folders
 from executor.disks import folders as disk_folders
+from executor.disks.store import DiskStore
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.cli import main
 from pstar_sim.errors import DiskError
@@ -27,6 +30,23 @@ def test_rates_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(disk_folders, "file_system", lambda folder: "overlay")
     with pytest.raises(DiskError, match=rf"{tmp_path} is on overlay, where transfers go through memory"):
         folders.folder_rates([tmp_path])
+
+
+def test_a_transfer_that_fails_ends_the_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The write that fails is one of those that run beside reads."""
+    monkeypatch.setattr(folders, "SIZES", (4096, 8192))
+    monkeypatch.setattr(disk_folders, "file_system", lambda folder: "ext4")
+    write = DiskStore.write
+
+    def full(store: DiskStore[tuple[int, int]], key: tuple[int, int], memory: torch.Tensor) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise DiskError("the disk is full")
+        write(store, key, memory)
+
+    monkeypatch.setattr(DiskStore, "write", full)
+    with pytest.raises(DiskError, match="the disk is full"):
+        folders.folder_rates([tmp_path])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_machine_file_has_the_rates_of_the_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
