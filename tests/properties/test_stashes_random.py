@@ -29,33 +29,36 @@ from pstar_sim.workload.workload import Workload, repeat_micro_batch
 pytestmark = TIME_TO_SHRINK
 
 
-@settings(max_examples=6)
-@given(chances(), seeds())
-def test_every_policy_on_random_choices(chance: random.Random, shake: random.Random) -> None:
-    w = offloaded_chain(chance)
-    machine: Machine = random_machine(chance, w)
-    asked = Settings(update=chance.choice(("step", "eager")), clip=chance.random() < 0.5)
-    checked = 0
-    for name, policy in built_in().items():
-        plan = planned(policy, Drawn(w, machine, asked))
-        if plan is None:
-            continue
-        report = plan.check()
-        assert sum(step.stash is not None for step in plan.steps) == 2 * len(w.stashes)
-        timeline = play(plan)
-        bound = lower_bound(w, machine, asked, plan.layout).seconds
-        assert timeline.iteration_s >= bound * (1 - 1e-9), name
-        jittered = play(plan, jitter=random_jitter(shake, plan), max_iterations=6)
-        for place, most in report.peak_bytes.items():
-            assert jittered.peak_bytes.get(place, 0) <= most, (name, place)
-        checked += 1
-        for step in shake.sample(plan.steps, min(6, len(plan.steps))):
-            if step.stash is None or not step.after:
+def test_every_policy_on_random_choices(whole: bool) -> None:
+    @settings(max_examples=12 if whole else 6)
+    @given(chances(), seeds())
+    def holds(chance: random.Random, shake: random.Random) -> None:
+        w = offloaded_chain(chance)
+        machine: Machine = random_machine(chance, w)
+        asked = Settings(update=chance.choice(("step", "eager")), clip=chance.random() < 0.5)
+        checked = 0
+        for name, policy in built_in().items():
+            plan = planned(policy, Drawn(w, machine, asked))
+            if plan is None:
                 continue
-            steps = tuple(structs.replace(s, after=s.after[1:]) if s is step else s for s in plan.steps)
-            with pytest.raises(PlanError):
-                replace(plan, steps=steps).check()
-    assert checked or not w.stashes or machine.gpu_budget_bytes < 4 * w.peak_non_model_bytes
+            report = plan.check()
+            assert sum(step.stash is not None for step in plan.steps) == 2 * len(w.stashes)
+            timeline = play(plan)
+            bound = lower_bound(w, machine, asked, plan.layout).seconds
+            assert timeline.iteration_s >= bound * (1 - 1e-9), name
+            jittered = play(plan, jitter=random_jitter(shake, plan), max_iterations=6)
+            for place, most in report.peak_bytes.items():
+                assert jittered.peak_bytes.get(place, 0) <= most, (name, place)
+            checked += 1
+            for step in shake.sample(plan.steps, min(6, len(plan.steps))):
+                if step.stash is None or not step.after:
+                    continue
+                steps = tuple(structs.replace(s, after=s.after[1:]) if s is step else s for s in plan.steps)
+                with pytest.raises(PlanError):
+                    replace(plan, steps=steps).check()
+        assert checked or not w.stashes or machine.gpu_budget_bytes < 4 * w.peak_non_model_bytes
+
+    holds()
 
 
 def loaded_choice(rng: random.Random) -> tuple[Workload, Machine]:
