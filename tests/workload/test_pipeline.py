@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from pstar_sim.catalog.attention import needed_flops
 from pstar_sim.catalog.model_shapes import model_entry
@@ -328,6 +329,27 @@ class TestTensorParallel:
             rows = Counter(what for m in split.moments for what, _, size in m.collectives if size == u)
             assert rows == {"reduce_scatter": len(sums), "all_gather": 12 * (6 + again) + 3}
 
+    @pytest.mark.parametrize("checkpointing", [True, False])
+    def test_ranks_keep_their_tokens_of_a_vits_embedding(self, checkpointing: bool) -> None:
+        """Of 49 patches and the class token, which every rank embeds; its gradient comes together for the tables."""
+        entry, u = structs.replace(model_entry("vit-b-16"), patch=32, max_seq=50), 2 * 50 * 768 * 2
+        whole, split = (
+            stage_of(
+                entry, Stage(layers=range(2), tensor=2, sequence=sequence), batch=2, sequence=50,
+                checkpointing=checkpointing,
+            )[0]
+            for sequence in (False, True)
+        )  # fmt: skip
+        assert split.moments[0].start_bytes == split.moments[-1].end_bytes
+        first = "begin:vit.layers.0.layernorm_before"
+        embedded = [next(m.start_bytes for m in w.moments if m.name == first) for w in (whole, split)]
+        assert embedded[0] - embedded[1] == u // 2
+        again = 2 if checkpointing else 0
+        rows = [row for m in split.moments for row in m.collectives if row[0] == "all_gather"]
+        assert rows == [("all_gather", "tensor", u)] * (2 * (6 + again) + 1)
+        (last,) = (m for m in split.moments if m.name == "grad:vit.embeddings")
+        assert last.collectives == (("all_gather", "tensor", u),)
+
     @pytest.mark.parametrize(
         ("stage", "axes", "message"),
         [
@@ -345,6 +367,7 @@ class TestTensorParallel:
         ("model", "ranks", "message"),
         [
             ("gpt2", 5, "tp is 5; it divides 12 heads, 12 heads of keys and 3072 feed-forward columns, as 4 would"),
+            ("bert-base", 8, "as 4 would"),  # 6 would not on 8 GPUs
             ("llama-3.1-8b", 16, "as 8 would"),
             (
                 "gemma-3-1b",

@@ -160,14 +160,15 @@ def _check_adapter(entry: ModelEntry, lora: Adapter) -> None:
 
 
 def _share_of(entry: ModelEntry, model: str, ranks: int) -> ModelEntry:
-    """Heads, widths and vocabulary divided by the ranks. Raises ModelError, with
-    the nearest number that works."""
+    """Heads, widths and vocabulary divided by the ranks. Raises ModelError, with a number that works: of divisors of
+    the ranks, else powers of two, the nearest."""
     if ranks == 1:
         return entry
     widths = _split_widths(entry)
     if any(size % ranks for size in widths.values()):
         near = [n for n in range(1, entry.kv_heads + 1) if not any(size % n for size in widths.values())]
-        best = min(near, key=lambda n: (abs(n - ranks), n))
+        alike = [n for n in near[1:] if ranks % n == 0] or [n for n in near[1:] if n.bit_count() == 1] or near
+        best = min(alike, key=lambda n: (abs(n - ranks), n))
         *first, last = (
             f"{size} {what}" if size > 1 else f"{size} {what.replace('heads', 'head')}" for what, size in widths.items()
         )

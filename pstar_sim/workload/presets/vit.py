@@ -108,6 +108,8 @@ def write_vit(t: Tape, s: Shape) -> None:
         t.op(patches * h * w, products=[convolution], read=pixels * w)
         t.op(u, dead=patches * h * w)
         t.op(u, dead=u)
+        if t.sequence:
+            t.op(v, dead=u)  # every rank computes all tokens, and keeps a copy of its own
     kept = layers_forward(t, s, forward)
     if s.part.last:
         small, classes = s.batch * m.classes * w, (1, s.batch, h, m.classes)
@@ -124,6 +126,7 @@ def write_vit(t: Tape, s: Shape) -> None:
     layers_backward(t, s, forward, backward, kept)
     if s.part.first:
         t.open("grad", front, Phase.BWD)
+        t.op(dead=t.gather(u) and v)
         t.gradient(others, allocated=False)
         t.op(patches * h * w, dead=u)
         t.op(t.size(patch), products=t.weight_products(patch, weight_gradient(convolution)), read=pixels * w)
