@@ -115,7 +115,7 @@ class Likes:
         value, source = _as_here(name, flag), _flag(name, flag)
         for label, configuration in self.configurations:
             said = say(configuration)
-            if said is None:
+            if said is None or (flag is not None and name in configuration.defaults):
                 continue
             if value is not None and value != said:
                 raise PstarError(

@@ -31,6 +31,7 @@ class Configuration:
     pinned_params: the same for parameters.
     loading: text of a `Loading`.
     left_open: options of the policy that the file leaves to the script, which sets them by the model's hidden size.
+    defaults: facts that the file leaves to the framework's default, about which a flag decides.
     notes: one line per setting that is not modelled.
     without_effect: keys that have no effect on memory and time.
     """
@@ -62,6 +63,7 @@ class Configuration:
     loading: str = "each"
     details: tuple[tuple[str, object], ...] = ()
     left_open: tuple[str, ...] = ()
+    defaults: tuple[str, ...] = field(default=(), compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
     without_effect: tuple[str, ...] = field(default=(), compare=False)
 

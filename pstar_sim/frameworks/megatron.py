@@ -34,6 +34,9 @@ MEGATRON = "Megatron-LM"
 _SHARE = "share"
 
 _EACH = "--num-layers-per-virtual-pipeline-stage"
+_DROPOUTS = tuple(f"{what}_dropout" for what in Dropout._fields)
+_DROPPED = 0.1
+"""Rate of each, if no flag says another."""
 
 KEYS = (
     used("--micro-batch-size", "batch_per_gpu", Count),
@@ -56,8 +59,8 @@ KEYS = (
     used("--num-virtual-stages-per-pipeline-rank", "virtual", Count),
     used(_EACH, "each_layers", Count),
     used("--num-layers", "layers", Count),
-    used("--hidden-dropout", "hidden_dropout", Annotated[float, between(0, 0.999)], 0.1),
-    used("--attention-dropout", "attention_dropout", Annotated[float, between(0, 0.999)], 0.1),
+    used("--hidden-dropout", "hidden_dropout", Annotated[float, between(0, 0.999)], _DROPPED),
+    used("--attention-dropout", "attention_dropout", Annotated[float, between(0, 0.999)], _DROPPED),
     unmodelled("--recompute-method", "every block is taken to be recomputed", off="uniform"),
     unmodelled("--recompute-num-layers", "every block is taken to be recomputed", off=1),
     unmodelled("--expert-tensor-parallel-size", "experts are taken to be split as the layers are", off=None),
@@ -80,6 +83,11 @@ def read(content: object, file: str) -> Configuration:
     notes = list(found.notes)
     if others:
         notes.append(f"not read: {', '.join(others)}")
+    unsaid = [key.path for key in KEYS if key.name in _DROPOUTS and key.name not in found.named]
+    defaults = ("dropout",) if len(unsaid) == len(_DROPOUTS) else ()
+    if unsaid:
+        rate = f"{_DROPPED:g} each, unless --dropout says another" if defaults else f"{_DROPPED:g}"
+        notes.append(f"the file has no {' and no '.join(unsaid)}: Megatron-LM's default, {rate}")
     if found["bf16"] and found["fp16"]:
         raise PstarError(f"{file}: --bf16 and --fp16 are both given; Megatron-LM takes one of them")
     virtual = _virtual(found, file)
@@ -114,6 +122,7 @@ def read(content: object, file: str) -> Configuration:
         dropout=str(Dropout(found["hidden_dropout"], found["attention_dropout"])),
         parallelism=None if str(spread) == str(Parallelism()) else spread,
         details=(("sequence", found["sequence"]), (_SHARE, share)),
+        defaults=defaults,
         notes=tuple(notes),
     )
 
@@ -223,6 +232,7 @@ def write(configuration: Configuration) -> str:
     """One flag per line."""
     c, detail = configuration, configuration.detail
     share = detail[_SHARE]
+    rates = {} if c.dropout is None else dropout(c.dropout)._asdict()
     sizes = {
         "--micro-batch-size": c.batch_per_gpu,
         "--global-batch-size": c.train_batch,
@@ -232,7 +242,7 @@ def write(configuration: Configuration) -> str:
         *(f"{flag} {size}" for flag, size in sizes.items() if size is not None),
         *([f"--{c.dtype}"] if c.dtype != MASTER else []),
         f"--clip-grad {1.0 if c.clip else 0.0}",
-        *(f"--{what}-dropout {rate:g}" for what, rate in dropout(c.dropout)._asdict().items()),
+        *(f"--{what}-dropout {rate:g}" for what, rate in rates.items()),
         "--optimizer adam",
         "--use-distributed-optimizer",
         "--overlap-grad-reduce",
@@ -278,6 +288,12 @@ def express(plan: Plan) -> Expressed:
     cannot += optimizer_limits(w, MEGATRON, "adamw")
     if w.recompute and w.checkpointing:
         cannot.append(f"blocks of which {w.recompute} recomputes: the flags say all of them")
+    known = w.source == "preset" or w.dropout is not None
+    if not known:
+        cannot.append(
+            f"dropout: a trace has its masks, not its rates, and Megatron-LM takes {_DROPPED:g} each; give "
+            "--hidden-dropout and --attention-dropout"
+        )
     several = share < 1 and plan.machine.data_parallel_size > 1
     notes = {
         "not modelled: parameters whole on every GPU; predicted as gathered when they are needed": several
@@ -295,7 +311,7 @@ def express(plan: Plan) -> Expressed:
         recompute=w.recompute if w.recompute == ATTENTION_ALONE else None,
         optimizer="adamw",
         kernels="megatron",
-        dropout=str(dropout(w.dropout)),
+        dropout=str(dropout(w.dropout)) if known else None,
         details=(("sequence", w.sequence), (_SHARE, share)),
         notes=tuple(text for text, applies in notes.items() if applies),
     )

@@ -149,6 +149,22 @@ def test_a_plan_is_exported_and_the_file_read_again(ds: Path, capsys: pytest.Cap
     assert "argument --deepspeed: not allowed with argument --timeline" in capsys.readouterr().err
 
 
+def test_a_flag_decides_about_dropout_where_megatrons_has_none(ds: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Masks take memory; a rate that the file has is not overridden."""
+    flags = "--micro-batch-size 2 --seq-length 64 --bf16"
+    job = ["fits", "--model", "tiny-gpt2", "--machine", "h100-80"]
+    needs = []
+    for said, argv in (("", []), ("", ["--dropout", "0"]), ("--hidden-dropout 0 --attention-dropout 0", [])):
+        ds.with_name("m.sh").write_text(f"{flags} {said}")
+        (row,) = answer(capsys, *job, "--like", "m.sh", *argv)
+        noted = [note for note in row["like"]["configuration"]["notes"] if "no --hidden-dropout" in note]
+        assert len(noted) == (not said)
+        needs.append(row["like"]["gpu_needed_bytes"])
+    assert needs[0] > needs[1] == needs[2]
+    assert main([*job, "--like", "m.sh", "--dropout", "0.1"]) == 2
+    assert "--dropout 0.1, but m.sh says 0;" in capsys.readouterr().err
+
+
 def test_a_file_that_the_machine_cannot_run_is_named(ds: Path, capsys: pytest.CaptureFixture[str]) -> None:
     zero = {"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}}
     ds.write_text(json.dumps({**OFFLOAD, "zero_optimization": zero}))

@@ -84,14 +84,20 @@ def test_flags_of_megatron_are_read_from_a_script() -> None:
     assert str(found.parallelism) == "tp=4,sp,pp=2" and found.policy == "all_on_gpu" and found.kernels == "megatron"
     assert (found.batch_per_gpu, found.train_batch, found.detail["sequence"], found.dtype) == (1, 32, 4096, "bf16")
     assert (found.checkpointing, found.recompute, found.clip, found.optimizer) == (False, "attention", True, "adamw")
-    assert found.notes == ("not read: --lr, --nproc_per_node",) and found.dropout == "0.1"  # Megatron's own
+    missing = "the file has no --hidden-dropout and no --attention-dropout: Megatron-LM's default, 0.1 each, unless"
+    assert found.notes == ("not read: --lr, --nproc_per_node", f"{missing} --dropout says another")
+    assert found.dropout == "0.1" and found.defaults == ("dropout",)
     for flags, rates in (
         ("--hidden-dropout 0 --attention-dropout 0", "0"),
         ("--hidden-dropout 0.2", "hidden=0.2,attention=0.1"),
         ("--attention-dropout 0", "hidden=0.1"),
     ):
         given = megatron.read(flags, "x.sh")
-        assert given.dropout == rates == megatron.read(megatron.write(given), "x.sh").dropout
+        again = megatron.read(megatron.write(given), "x.sh")
+        assert given.dropout == rates == again.dropout and given.defaults == again.defaults == ()
+        assert any("dropout: Megatron-LM's default, 0.1" in note for note in given.notes) is (
+            flags.count("-dropout") == 1
+        )
     assert str(megatron.read("--tensor-model-parallel-size ${TP:-8}", "x.sh").parallelism) == "tp=8"
     assert megatron.read("--sequence-parallel", "x.sh").parallelism is None  # without ranks that split layers
     assert megatron.read("--use-distributed-optimizer", "x.sh").policy == "all_on_gpu:shard=states"
@@ -218,6 +224,15 @@ def test_megatron_keeps_parameters_and_gradients_on_the_gpu() -> None:
     assert "--optimizer-cpu-offload" not in megatron.write(megatron.express(everything).configuration)
     gone = ps.compare(w, machine, policies="zero_infinity").best().plan
     assert any("100% of the parameters that leave" in line for line in megatron.express(gone).cannot)
+
+
+def test_rates_of_dropout_are_not_said_of_a_trace() -> None:
+    """A preset without any has flags of 0: Megatron-LM's default is 0.1."""
+    preset = chain_workload(4, 100_000)
+    for w, flags in ((preset, ["--hidden-dropout 0", "--attention-dropout 0"]), (replace(preset, source="capture"), [])):
+        found = megatron.express(ps.compare(w, round_machine(), policies="all_on_gpu").best().plan)
+        assert [line for line in megatron.write(found.configuration).splitlines() if "dropout" in line] == flags
+        assert any(line.startswith("dropout: a trace has its masks") for line in found.cannot) is (w is not preset)
 
 
 def test_megatrons_last_stage_has_states_of_a_shared_table() -> None:
