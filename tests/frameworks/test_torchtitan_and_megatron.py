@@ -229,7 +229,10 @@ def test_megatron_keeps_parameters_and_gradients_on_the_gpu() -> None:
 def test_rates_of_dropout_are_not_said_of_a_trace() -> None:
     """A preset without any has flags of 0: Megatron-LM's default is 0.1."""
     preset = chain_workload(4, 100_000)
-    for w, flags in ((preset, ["--hidden-dropout 0", "--attention-dropout 0"]), (replace(preset, source="capture"), [])):
+    for w, flags in (
+        (preset, ["--hidden-dropout 0", "--attention-dropout 0"]),
+        (replace(preset, source="capture"), []),
+    ):
         found = megatron.express(ps.compare(w, round_machine(), policies="all_on_gpu").best().plan)
         assert [line for line in megatron.write(found.configuration).splitlines() if "dropout" in line] == flags
         assert any(line.startswith("dropout: a trace has its masks") for line in found.cannot) is (w is not preset)
