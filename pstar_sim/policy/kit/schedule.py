@@ -40,7 +40,8 @@ class Modes:
         return (*working, *job.states_of(chunk)) if chunk in self.on_disks else ()
 
     def bytes_on_disks(self, job: Job, chunk: int) -> int:
-        return sum(job.layout.payload_bytes(chunk, name) for name in self.lists_on_disks(job, chunk))
+        working = job.sizes[chunk] if chunk in self.wholly_on_disks else 0
+        return working + job.states_bytes(chunk) if chunk in self.on_disks else 0
 
 
 def modes_of(job: Job, pinned: Iterable[int], streamed: Iterable[int]) -> Modes:
