@@ -368,6 +368,7 @@ class TestTensorParallel:
         [
             ("gpt2", 5, "tp is 5; it divides 12 heads, 12 heads of keys and 3072 feed-forward columns, as 4 would"),
             ("bert-base", 8, "as 4 would"),  # 6 would not on 8 GPUs
+            ("gpt2-xl", 8, "25 heads of keys and 6400 feed-forward columns, as 5 would on a multiple of 5 GPUs"),
             ("llama-3.1-8b", 16, "as 8 would"),
             (
                 "gemma-3-1b",

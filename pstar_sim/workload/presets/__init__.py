@@ -172,7 +172,8 @@ def _share_of(entry: ModelEntry, model: str, ranks: int) -> ModelEntry:
         *first, last = (
             f"{size} {what}" if size > 1 else f"{size} {what.replace('heads', 'head')}" for what, size in widths.items()
         )
-        would = f"as {best} would" if best > 1 else "which only 1 would: leave tp out"
+        where = "" if best.bit_count() == 1 or ranks % best == 0 else f" on a multiple of {best} GPUs"
+        would = f"as {best} would{where}" if best > 1 else "which only 1 would: leave tp out"
         raise _refusal(model, "tp", ranks, f"it divides {', '.join(first)} and {last}, {would}")
     x = entry.experts
     return structs.replace(
