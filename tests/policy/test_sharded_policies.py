@@ -551,8 +551,8 @@ def test_optimal_goes_to_the_disks_where_nothing_else_fits() -> None:
     where = machine(gpu_memory_bytes=10 * GB, host_memory_bytes=36 * GB)
     with_room = replace(where, nvme=replace(where.nvme, memory_bytes=1000 * GB)) if where.nvme else where
     plans = []
-    for layers in (16, 80):
-        workload = chain_workload(layers, 250_000_000, forward_s=1.0)
+    for layers, micro_batches in ((16, 1), (80, 2)):  # sums of several on the host leave no room there
+        workload = chain_workload(layers, 250_000_000, forward_s=1.0, micro_batches=micro_batches)
         plans.append(find_policy("optimal")(workload, with_room, SETTINGS))
         with pytest.raises(DoesNotFit):
             find_policy("optimal")(workload, replace(where, nvme=None), SETTINGS)
