@@ -83,7 +83,7 @@ from pstar_sim.workload.workload import (
 
 _COST = ("cost",)  # key of `Workload.derived`
 
-VERSION = 12
+VERSION = 13
 """Version of the model, by [Note: versions of the model]."""
 
 _FREE = frozenset({Kind.DROP, Kind.ALLOC, Kind.FREE})
