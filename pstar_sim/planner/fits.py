@@ -54,8 +54,8 @@ class Fit:
     host_needed_bytes: payloads, pinned rounding and start-up, with as few pinned chunks as the host allows; where the
         policy does not fit, as for the GPU.
     host_startup_bytes: weights while they are loaded.
-    loading_short_bytes: lacking if every process loads the weights whole, in fp32. None if nothing lacks, loading is
-        stated, or there is one rank.
+    loading_short_bytes: of the recommended row: lacking if every process loads the weights whole, in fp32. None if
+        nothing lacks, loading is stated, or there is one rank.
     host_buffer_bytes: the policy's own. The larger of host_startup_bytes and this is the rest of host_needed_bytes.
     short_of: "gpu", "host", "nvme", or "pinned" for host memory that is to be pinned.
     reason: with the changes that would make it fit. A policy that cannot plan for the machine has only a reason.
@@ -287,9 +287,13 @@ def fits(
         change=changes[0] if changes else None,
         others=changes[1:],
     )
-    timelines = {row.policy: timeline for row, _, _, timeline in answers}
-    best = answer.fastest[0] if answer.fastest else None
-    return replace(answer, parts=_parts(job, best, timelines[best.policy] if best else None))
+    if not answer.fastest:
+        return replace(answer, parts=_parts(job, None, None))
+    best = answer.fastest[0]
+    place = answer.rows.index(best)
+    _, _, asked, timeline = answers[place]
+    rows[place] = replace(best, loading_short_bytes=asked.short_if_each_loads(best))
+    return replace(answer, rows=tuple(rows), parts=_parts(job, best, timeline))
 
 
 def _parts(job: Asked, best: Fit | None, timeline: Timeline | None) -> tuple[Part, ...]:
@@ -347,12 +351,14 @@ class Asked:
     def of(self, policy: str, *, others: bool = True) -> Ask:
         return asker(policy, others=others)
 
-    def short_if_each_loads(self, need: Need) -> int | None:
+    def short_if_each_loads(self, row: Fit) -> int | None:
+        """row: of a policy that fits."""
         w, m = self.workload, self.machine
-        beside = need.pinned_bytes + max(EACH_FP32.startup_bytes(w, m.local_ranks), need.buffer_bytes)
-        if self.said or m.local_ranks == 1 or beside <= m.host_budget_bytes:
+        pinned_bytes = (row.host_payload_bytes or 0) + (row.host_rounding_bytes or 0)
+        most_bytes = pinned_bytes + max(EACH_FP32.startup_bytes(w, m.local_ranks), row.host_buffer_bytes or 0)
+        if self.said or m.local_ranks == 1 or most_bytes <= m.host_budget_bytes:
             return None
-        short = shortage(need.policy, w, m, self.settings, loading=EACH_FP32)
+        short = shortage(row.policy, w, m, self.settings, loading=EACH_FP32)
         return None if short is None else short.short_bytes
 
     def least_gpu_bytes(self, policy: str, machine: Machine, *, others: bool = True) -> int:
@@ -427,7 +433,6 @@ def _fit(name: str, share: Share, job: Asked, *, times: bool) -> tuple[Fit, Does
     except DoesNotFit as error:
         return _short(row, error), error, None
     row = _filled(replace(row, fits=True), job.least_gpu_bytes(name, machine), need, machine.local_ranks)
-    row = replace(row, loading_short_bytes=job.short_if_each_loads(need))
     timeline: Timeline | None = None
     if plan is not None:
         timeline = play(replace(plan, ranked=share.ranked))

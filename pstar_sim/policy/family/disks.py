@@ -9,7 +9,7 @@ from statistics import median
 
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.schedule import Modes
-from pstar_sim.policy.passes.feasibility import in_flight, needed_on_host
+from pstar_sim.policy.passes.feasibility import in_flight, needed_on_host, trips_bytes
 
 LARGE = 2  # chunks so many times as large as the median chunk come last, because the host needs room for several
 
@@ -55,12 +55,25 @@ def with_disks(job: Job, modes: Modes) -> Modes:
 def _wholly(job: Job, modes: Modes, order: Sequence[int], passing_chunks: int) -> Modes | None:
     """As few of these chunks as payloads allow, on the disks with all lists; None where that gives too little room, or
     several micro-batches add up gradients on the host."""
+    if job.several:
+        return None
     order = [c for c in order if c not in modes.streamed]
-    for count in range(1, 1 + (0 if job.several else len(order))):
-        some = replace(modes, wholly_on_disks=frozenset(order[:count]))
-        sizes = [some.bytes_on_disks(job, c) for c in some.on_disks]
-        if sum(sizes) > job.machine.nvme_budget_bytes:
+    states_bytes = [job.states_bytes(c) for c in modes.on_disks if c in modes.streamed]
+    rest: list[list[int]] = [nlargest(passing_chunks, states_bytes)]  # largest states of the last so many chunks
+    for c in reversed(order):
+        rest.append(nlargest(passing_chunks, [*rest[-1], job.states_bytes(c)]))
+    needed_bytes, disk_bytes = needed_on_host(job, modes), sum(map(job.states_bytes, modes.on_disks))
+    if needed_bytes - sum(job.sizes[c] for c in order) > job.machine.host_budget_bytes:
+        return None
+    passing, largest = list[int](), 0
+    for count, c in enumerate(order, start=1):
+        passing = nlargest(passing_chunks, [*passing, job.states_bytes(c) + job.sizes[c]])
+        largest = max(largest, job.sizes[c])
+        needed_bytes -= job.sizes[c]
+        disk_bytes += job.sizes[c]
+        if disk_bytes > job.machine.nvme_budget_bytes:
             break
-        if needed_on_host(job, some) + sum(nlargest(passing_chunks, sizes)) <= job.machine.host_budget_bytes:
-            return some
+        room_bytes = trips_bytes([largest]) + sum(nlargest(passing_chunks, passing + rest[-1 - count]))
+        if needed_bytes + room_bytes <= job.machine.host_budget_bytes:
+            return replace(modes, wholly_on_disks=frozenset(order[:count]))
     return None

@@ -71,13 +71,13 @@ def needed_on_host(job: Job, modes: Modes) -> int:
     never = frozenset[int]() if modes.spilt or job.barrier is not None else modes.summed & modes.streamed
     needed = held_on_host(job, modes.pinned, ((c, "grad32") for c in never))
     needed -= sum(modes.bytes_on_disks(job, c) for c in modes.on_disks)
-    needed += 2 * TRIPS * trip_bytes(job, modes.wholly_on_disks)
+    needed += trips_bytes(job.sizes[c] for c in modes.wholly_on_disks)
     return needed + _passing_bytes(job, (c for c in job.candidates if c not in modes.pinned))
 
 
-def trip_bytes(job: Job, chunks: Iterable[int]) -> int:
-    """Room of one working list on its way."""
-    return max((job.sizes[c] for c in chunks), default=0)
+def trips_bytes(sizes: Iterable[int]) -> int:
+    """Room of working lists of these sizes on their way."""
+    return 2 * TRIPS * max(sizes, default=0)
 
 
 def in_flight(job: Job) -> int:

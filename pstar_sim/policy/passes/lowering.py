@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pstar_sim.core.draft import Charge, Draft
 from pstar_sim.core.effects import tide_at_cut
 from pstar_sim.core.step import Kind, Queue
-from pstar_sim.policy.kit.schedule import TRIPS, Schedule
+from pstar_sim.policy.kit.schedule import Schedule
 from pstar_sim.policy.passes.collective_rows import Collectives
 from pstar_sim.policy.passes.disk_rows import DiskTrips
 from pstar_sim.policy.passes.draft_rows import DraftRows, Pass, ends_of
-from pstar_sim.policy.passes.feasibility import held_on_host, trip_bytes
+from pstar_sim.policy.passes.feasibility import held_on_host, trips_bytes
 from pstar_sim.policy.passes.floors import Floors
 from pstar_sim.policy.passes.gradient_rows import GradientRows
 from pstar_sim.policy.passes.trip_rows import TripRows
@@ -87,7 +87,7 @@ def _draft(rows: DraftRows, updates: UpdateRows) -> Draft:
         host_free_bytes=machine.host_budget_bytes
         - held_on_host(job, modes.pinned, schedule.never_on_host)
         - updates.disks.held_bytes
-        - 2 * TRIPS * trip_bytes(job, modes.wholly_on_disks),
+        - trips_bytes(job.sizes[c] for c in modes.wholly_on_disks),
         room=schedule.room,
         lead_bytes=schedule.lead_bytes,
         rates=job.cost.rates(measured=False),
