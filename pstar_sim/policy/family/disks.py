@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from heapq import heappushpop, nlargest
+from itertools import accumulate
 from statistics import median
 
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.schedule import Modes
-from pstar_sim.policy.passes.feasibility import in_flight, needed_on_host, trips_bytes
+from pstar_sim.policy.passes.feasibility import IN_FLIGHT, IN_FLIGHT_BESIDE, needed_on_host, trips_bytes
 
 LARGE = 2  # chunks so many times as large as the median chunk come last, because the host needs room for several
 
@@ -25,7 +26,7 @@ def with_disks(job: Job, modes: Modes) -> Modes:
     """The states of as few chunks go to the machine's disks as payloads allow: those used last, with the longest time
     between last gradient and next use. Modes stay where the host has room without disks, or there are none. Where disks
     have too little room, or the host has none even so, they say what would have to be on disks: `check_host` refuses
-    them.
+    them. A third chunk is on its way, so that reads and writes go on together, where that is faster than turns.
     """
     budget_bytes, disk_bytes = job.machine.host_budget_bytes, job.machine.nvme_budget_bytes
     needed_bytes = needed_on_host(job, modes)
@@ -34,22 +35,37 @@ def with_disks(job: Job, modes: Modes) -> Modes:
         return modes
     usual_bytes = median(sizes.values())
     order = sorted(sizes, key=lambda c: sizes[c] > LARGE * usual_bytes)
+    states_bytes = [sizes[c] for c in order]
+    moved_bytes = [0, *accumulate(states_bytes)]
     moved = len(order)
-    for passing_chunks in range(in_flight(job), 0, -1):
-        moved_bytes, passing = 0, [0] * passing_chunks  # a heap of the largest
-        for count, c in enumerate(order, start=1):
-            moved_bytes += sizes[c]
-            heappushpop(passing, sizes[c])
-            if needed_bytes - moved_bytes + sum(passing) <= budget_bytes:
-                moved = count
-                break
-        else:
+    for passing_chunks in range(IN_FLIGHT, 0, -1):
+        count = _fewest(states_bytes, needed_bytes - budget_bytes, passing_chunks)
+        if count is None:
             if (wholly := _wholly(job, replace(modes, on_disks=frozenset(order)), order, passing_chunks)) is not None:
                 return wholly
             continue
-        if moved_bytes <= disk_bytes:
+        moved = count
+        if moved_bytes[count] <= disk_bytes:
             break
+    more = _fewest(states_bytes, needed_bytes - budget_bytes, IN_FLIGHT_BESIDE)
+    if more is not None and moved_bytes[more] <= disk_bytes:
+        disks = job.machine.nvme
+        assert disks is not None
+        each_s = 1 / disks.read_bytes_per_s, 1 / disks.write_bytes_per_s
+        if moved_bytes[more] * disks.least_s(*each_s) < moved_bytes[moved] * sum(each_s):
+            moved = more
     return replace(modes, on_disks=frozenset(order[:moved]))
+
+
+def _fewest(states_bytes: Sequence[int], short_bytes: int, passing_chunks: int) -> int | None:
+    """So many of the first chunks leave the room that is short, and that of the largest on their way."""
+    moved_bytes, passing = 0, [0] * passing_chunks  # a heap of the largest
+    for count, size in enumerate(states_bytes, start=1):
+        moved_bytes += size
+        heappushpop(passing, size)
+        if short_bytes - moved_bytes + sum(passing) <= 0:
+            return count
+    return None
 
 
 def _wholly(job: Job, modes: Modes, order: Sequence[int], passing_chunks: int) -> Modes | None:
