@@ -610,7 +610,7 @@ def _way(way: Mapping[str, Any] | None) -> str:
 LAYOUTS = {
     "one node": "vTrain, 2 to 8 GPUs",
     "one node, not fitted": "half of these, not fitted",
-    "several nodes": "vTrain, 64 to 512 GPUs",
+    "several nodes": "vTrain, 512 GPUs",
     "tr11": "BigScience, 8 to 384 GPUs",
     "Korthikanti": "Korthikanti et al., 8 to 512 GPUs",
 }

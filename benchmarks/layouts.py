@@ -1,7 +1,7 @@
 """Iterations of Megatron on A100s by tensor, data and pipeline parallelism, predicted and published.
 
 Rows: VIA-Research/vTrain, data/ground_truth_single.csv (720, one node of 2 to 8 GPUs, models of 12 to 24 layers of
-1,024) and ground_truth_multi.csv (47, a model of 39.1 billion parameters on 64 to 512 GPUs). All recompute every layer
+1,024) and ground_truth_multi.csv (47, a model of 39.1 billion parameters on 512 GPUs). All recompute every layer
 (reentrant), run 1F1B in fp16 with Adam, and keep everything on the GPUs: `all_on_gpu` plans them. What the files do not
 say is assumed: a vocabulary of 51,200, a tied head, attention by matrix products, clipping, and Megatron's default
 dropout, as in layouts_memory.py. And of layouts.csv, by `system`, the iterations that recompute everything:
