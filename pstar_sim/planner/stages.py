@@ -64,6 +64,14 @@ class PlannedStages:
         return stages_bound_s(self.plans)
 
     @property
+    def pins(self) -> tuple[int, ...]:
+        """Chunks of each stage, but small ones, whose states stay on the GPU."""
+        return tuple(
+            sum(mode == "pin" and not chunk.small for mode, chunk in zip(plan.modes, plan.layout.chunks))
+            for plan in self.plans.plans
+        )
+
+    @property
     def tokens_per_s(self) -> float:
         first = self.plans.plans[0]
         return first.workload.tokens * first.machine.data_parallel_size / self.iteration_s
@@ -93,11 +101,15 @@ def plan_stages(
     *,
     shape: ModelEntry | None = None,
     again: bool = True,
+    pins: Sequence[int] = (),
+    workloads: Sequence[Workload] = (),
 ) -> PlannedStages:
     """Plans and simulates all stages.
 
     shape: the model's, if it is not in the catalog.
     again: [Note: planned again].
+    pins: of each stage, for a policy that searches for their number; empty: searched for.
+    workloads: of the stages, if written already.
 
     Raises PstarError for degrees that the job or the machine does not allow, and DoesNotFit and CannotPlan, naming the
     stage.
@@ -105,13 +117,16 @@ def plan_stages(
     settings = settings or Settings()
     if parallelism.data_on(machine.world_size) * parallelism.context > 1:
         policy = sharded_as(policy, parallelism.shard)
-    function = find_policy(policy) if isinstance(policy, str) else policy
+    functions = [_pinned(policy, each) for each in pins or (None,) * parallelism.pipeline]
     most = [sys.maxsize] * parallelism.pipeline  # layers of each stage
+    workloads = workloads or stages_of(job, machine, parallelism, shape=shape, most=most)
     while True:
         plans: list[Plan] = []
-        workloads = stages_of(job, machine, parallelism, shape=shape, most=most)
         try:
-            plans += (function(w, machine_of_stage(machine, parallelism, n), settings) for n, w in enumerate(workloads))
+            plans += (
+                function(w, machine_of_stage(machine, parallelism, n), settings)
+                for n, (w, function) in enumerate(zip(workloads, functions))
+            )
             break
         except DoesNotFit as error:
             stage = len(plans)
@@ -119,10 +134,19 @@ def plan_stages(
             most[stage] = len(cut[stage]) - 1
             if parallelism.cut == CUTS[0] or error.place != "gpu" or not most[stage] or sum(most) < cut[-1].stop:
                 raise error.restated(what=f"{_named(parallelism, stage)}{error.what}") from error
+            workloads = stages_of(job, machine, parallelism, shape=shape, most=most)
         except (CannotPlan, PlanError) as error:
             raise CannotPlan(f"{_named(parallelism, len(plans))}{error}") from error
     planned = _together(parallelism, plans)
     return planned_again(planned, policy, settings) if again else planned
+
+
+def _pinned(policy: str | Policy, pins: int | None) -> Policy:
+    if isinstance(policy, str):
+        name, options = split_spec(policy)
+        if pins is not None and can(name).point is not None and "pins=" not in options:
+            policy = f"{name}:{options},pins={pins}" if options else f"{name}:pins={pins}"
+    return find_policy(policy) if isinstance(policy, str) else policy
 
 
 def _named(spread: Parallelism, stage: int) -> str:

@@ -11,14 +11,15 @@ slices of weights and states, and always for the former.
 
 [Note: few micro-batches] A full pipeline adds the same seconds for every micro-batch. So among several ways, one with
 many is planned with one more than it has stages and with two per stage (interleaved: two and three per stage), and its
-seconds follow the line through both, never below its bound. Where overlap ends or modes change, the line is too low; so
-the fastest row is planned whole, until the fastest is one that is, and so is a policy that searches.
+seconds follow the line through both, never below its bound. The larger pins as the smaller. Where overlap ends, the
+line is too low; so the fastest row is planned whole, until the fastest is one that is, and so is a policy that
+searches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from pstar_sim.catalog.machine import Machine
@@ -30,7 +31,7 @@ from pstar_sim.planner.asked import OnPart, teller
 from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.machine_notes import machine_notes
 from pstar_sim.planner.stages import PlannedStages, plan_stages, planned_again
-from pstar_sim.planner.stages_cut import micro_batch_of_parts
+from pstar_sim.planner.stages_cut import micro_batch_of_parts, stages_of
 from pstar_sim.planner.stages_degrees import ALL_BLOCKS, NOTHING, Way, with_shards
 from pstar_sim.planner.stages_machines import machine_of_stage
 from pstar_sim.planner.utilization import tflops_and_mfu
@@ -40,6 +41,9 @@ from pstar_sim.units import format_bytes, format_count, format_s
 from pstar_sim.workload.parallelism import CUTS, Parallelism
 from pstar_sim.workload.pipeline import INTERLEAVED, SCHEDULES, Part, cells_of, in_schedule
 from pstar_sim.workload.workload import Tensor, Workload
+
+_WRITTEN = 2
+"""Jobs of a way's stages that are kept: with two numbers of micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,6 +293,7 @@ def _place(row: StagesRow) -> tuple[bool, float]:
 class _Asked:
     """policies: by their names.
     alone: one way is asked about.
+    written: the jobs of the stages of the last ways, which policies share.
     """
 
     job: Job
@@ -296,6 +301,7 @@ class _Asked:
     settings: Settings
     policies: Mapping[str, str | Policy]
     alone: bool
+    written: dict[Way, list[Workload]] = field(default_factory=dict)
 
     def answer(self, way: Way, policy: str, *, whole: bool) -> tuple[StagesRow, PlannedStages | None]:
         """Returns the row and its plans; None for a way that does not fit or, unless `whole`, has so many
@@ -319,16 +325,25 @@ class _Asked:
             ):
                 planned = self._plan(way, policy, again=self.alone)
                 return _row(said, planned), planned
-            few, more = (_row(said, self._plan(replace(way, micro_batches=count), policy)) for count in counts)
-            return _on_line(few, more, counts, way.micro_batches), None
+            few = self._plan(replace(way, micro_batches=counts[0]), policy)
+            larger = replace(way, micro_batches=counts[-1])
+            try:
+                more = self._plan(larger, policy, pins=few.pins)
+            except DoesNotFit:
+                more = self._plan(larger, policy)
+            return _on_line(_row(said, few), _row(said, more), counts, way.micro_batches), None
         except DoesNotFit as error:
             short = replace(said, reason=str(error), short_of=error.place)
             return replace(short, needed_bytes=error.needed_bytes, available_bytes=error.available_bytes), None
 
-    def _plan(self, way: Way, policy: str, *, again: bool = False) -> PlannedStages:
-        return plan_stages(
-            way.of(self.job), self.machine, self.policies[policy], way.parallelism, self.settings, again=again
-        )
+    def _plan(self, way: Way, policy: str, *, again: bool = False, pins: Sequence[int] = ()) -> PlannedStages:
+        named, job, spread = self.policies[policy], way.of(self.job), way.parallelism
+        if (unsliced := replace(way, parallelism=replace(spread, shard=None))) not in self.written:
+            if len(self.written) == _WRITTEN:
+                self.written.clear()
+            self.written[unsliced] = stages_of(job, self.machine, spread)
+        own = self.written[unsliced]
+        return plan_stages(job, self.machine, named, spread, self.settings, again=again, pins=pins, workloads=own)
 
     def closed_forms(self, ways: Sequence[Way], missing: dict[str, list[str]]) -> list[_Closed]:
         """missing: gets what cannot be. Raises ModelError if nothing can."""

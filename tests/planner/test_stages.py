@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -991,6 +992,21 @@ def test_of_many_micro_batches_the_fastest_way_alone_has_all() -> None:
         assert (row.bubble, row.sums) == pytest.approx((whole.bubble, whole.sums), abs=0.03)
         assert row.lower_bound_s == pytest.approx(whole.lower_bound_s, rel=1e-6)
     assert "≈ " in stages_text(found, width=160) and "seconds follow a line" in found.notes[-1]
+
+
+def test_stages_pin_as_many_chunks_as_asked_and_plan_jobs_that_are_written_already() -> None:
+    job, machine = Job(model="gpt2", batch=1, seq=64, micro_batches=3), load_machine("a100-40x8", gpus=2)
+    spread = Parallelism.parse("pp=2")
+
+    def planned(policy: str, *pins: int, workloads: Sequence[Workload] = ()) -> PlannedStages:
+        return plan_stages(job, machine, policy, spread, again=False, pins=pins, workloads=workloads)
+
+    assert planned("tide", 3, 5).pins == (3, 5)
+    assert planned("tide:pins=2", 3, 5).pins == (2, 2)  # the user's stay
+    searched, own = planned("tide"), stages_of(job, machine, spread)
+    assert planned("tide", *searched.pins, workloads=own).iteration_s == searched.iteration_s
+    assert all(plan.workload is one for plan, one in zip(planned("tide", workloads=own).plans.plans, own))
+    assert planned("all_on_gpu", 3, 5).iteration_s == planned("all_on_gpu").iteration_s
 
 
 def test_random_sets_are_proved_and_keep_their_bytes_under_jitter() -> None:
