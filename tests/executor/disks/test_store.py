@@ -28,7 +28,7 @@ SIZES = {"large": 2 * PIECE_BYTES + 5000, "small": 12, "page": 4096}
 def opened() -> Iterator[Callable[..., DiskStore[str]]]:
     """opened(*folders): a store with SIZES there. All are closed at the end, and leave nothing."""
     made: list[tuple[DiskStore[str], DiskFolders]] = []
-    threads, descriptors = threading.active_count(), len([*Path("/proc/self/fd").iterdir()])
+    threads, descriptors = {*threading.enumerate()}, len([*Path("/proc/self/fd").iterdir()])
 
     def begin(*given: Path, sizes: dict[str, int] = SIZES) -> DiskStore[str]:
         folders = DiskFolders(folders=given)
@@ -40,7 +40,8 @@ def opened() -> Iterator[Callable[..., DiskStore[str]]]:
         store.close()
         folders.close()
         assert not [path for folder in folders.folders for path in folder.glob("pstar-rank*")]
-    assert (threading.active_count(), len([*Path("/proc/self/fd").iterdir()])) == (threads, descriptors)
+    assert not {*threading.enumerate()} - threads
+    assert len([*Path("/proc/self/fd").iterdir()]) == descriptors
 
 
 def drawn(size: int, skip: int = 0) -> torch.Tensor:
