@@ -355,10 +355,12 @@ class Asked:
         """row: of a policy that fits."""
         w, m = self.workload, self.machine
         pinned_bytes = (row.host_payload_bytes or 0) + (row.host_rounding_bytes or 0)
-        most_bytes = pinned_bytes + max(EACH_FP32.startup_bytes(w, m.local_ranks), row.host_buffer_bytes or 0)
+        startup_bytes = EACH_FP32.startup_bytes(w, m.local_ranks)
+        most_bytes = pinned_bytes + max(startup_bytes, row.host_buffer_bytes or 0)
         if self.said or m.local_ranks == 1 or most_bytes <= m.host_budget_bytes:
             return None
-        short = shortage(row.policy, w, m, self.settings, loading=EACH_FP32)
+        others = startup_bytes <= m.host_budget_bytes  # else no policy has room
+        short = shortage(row.policy, w, m, self.settings, loading=EACH_FP32, others=others)
         return None if short is None else short.short_bytes
 
     def least_gpu_bytes(self, policy: str, machine: Machine, *, others: bool = True) -> int:
