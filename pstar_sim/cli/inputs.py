@@ -122,7 +122,7 @@ def _check_sizes(flags: OptionalWorkloadFlags) -> None:
 def sequence_of(model: str, seq: int | None) -> int | None:
     """--seq; without it that of an image, None for text."""
     entry = model_entry(model) if seq is None and has_preset(model) else None
-    return seq if entry is None or entry.family != "vit" else entry.max_seq
+    return entry.max_seq if entry is not None and entry.image else seq
 
 
 def needed_sequence(model: str, seq: int | None) -> int:

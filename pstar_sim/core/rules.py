@@ -87,14 +87,14 @@ class Rates:
 
         demands: DRAM bytes per second. copies: crosses the link.
         """
-        if self.duplex and not self.slowdowns and self.disks is None:  # all steps are alike
+        beside = self.disks if self.disks is not None and all(queue in queues for queue in DISK_QUEUES) else None
+        if self.duplex and not self.slowdowns and beside is None:  # all steps are alike
             share = self.share_of_dram(sum(demands))
             return [share] * len(demands), share
         halved = 0.5 if sum(copies) > 1 and not self.duplex else 1.0
         on_link = [halved if copy else 1.0 for copy in copies]
-        if self.disks is not None and all(queue in queues for queue in DISK_QUEUES):
-            for queue, speed in zip(DISK_QUEUES, self.disks):
-                on_link[queues.index(queue)] = speed
+        for queue, speed in zip(DISK_QUEUES, beside or ()):
+            on_link[queues.index(queue)] = speed
         share = self.share_of_dram(sum(demand * speed for demand, speed in zip(demands, on_link)))
         if not self.slowdowns:
             return [share * speed for speed in on_link], share

@@ -10,16 +10,17 @@ from statistics import median
 
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.schedule import Modes
-from pstar_sim.policy.passes.feasibility import IN_FLIGHT, IN_FLIGHT_BESIDE, needed_on_host, trips_bytes
+from pstar_sim.policy.passes.feasibility import IN_FLIGHT, in_flight, needed_on_host, trips_bytes
 
 LARGE = 2  # chunks so many times as large as the median chunk come last, because the host needs room for several
 
 
-def disk_s(job: Job) -> float:
+def disk_s(job: Job, *, in_turns: bool = False) -> float:
     """Seconds per byte read and written in an iteration, 0 without disks."""
-    disks = job.machine.nvme
-    each_s = 0.0 if disks is None else disks.least_s(1 / disks.read_bytes_per_s, 1 / disks.write_bytes_per_s)
-    return each_s * job.machine.local_ranks
+    if (disks := job.machine.nvme) is None:
+        return 0.0
+    each_s = 1 / disks.read_bytes_per_s, 1 / disks.write_bytes_per_s
+    return (sum(each_s) if in_turns else disks.least_s(*each_s)) * job.machine.local_ranks
 
 
 def with_disks(job: Job, modes: Modes) -> Modes:
@@ -47,12 +48,10 @@ def with_disks(job: Job, modes: Modes) -> Modes:
         moved = count
         if moved_bytes[count] <= disk_bytes:
             break
-    more = _fewest(states_bytes, needed_bytes - budget_bytes, IN_FLIGHT_BESIDE)
-    if more is not None and moved_bytes[more] <= disk_bytes:
-        disks = job.machine.nvme
-        assert disks is not None
-        each_s = 1 / disks.read_bytes_per_s, 1 / disks.write_bytes_per_s
-        if moved_bytes[more] * disks.least_s(*each_s) < moved_bytes[moved] * sum(each_s):
+    if in_flight(job) > IN_FLIGHT:
+        more = _fewest(states_bytes, needed_bytes - budget_bytes, in_flight(job))
+        turns_s = moved_bytes[moved] * disk_s(job, in_turns=True)
+        if more is not None and moved_bytes[more] <= disk_bytes and moved_bytes[more] * disk_s(job) < turns_s:
             moved = more
     return replace(modes, on_disks=frozenset(order[:moved]))
 
