@@ -83,6 +83,21 @@ def has_barrier(plans: Sequence[Plan]) -> bool:
     return any(plan.settings.barrier(plan.workload.compute_dtype) is not None for plan in plans)
 
 
+def slices_as(plan: Plan, shard: str | None) -> bool:
+    """Whether ranks that share a batch slice `shard` (one of SHARDS, None: anything)."""
+    if shard is None or plan.machine.data_parallel_size == 1:
+        return True
+    sliced, whole = plan.layout.ranks > 1, whole_chunks(plan)
+    large = {chunk.index for chunk in plan.layout.chunks if not chunk.small}  # small ones may stay whole
+    kinds = {"none": not sliced, "states": sliced and len(whole) == len(plan.layout.chunks)}
+    return kinds.get(shard, sliced and not (large and large <= whole))
+
+
+def whole_chunks(plan: Plan) -> frozenset[int]:
+    """Of ranks that slice, those that every rank has whole."""
+    return frozenset(resident.chunk for resident in plan.initial if resident.list == "remote")
+
+
 def _last_moment(plan: Plan) -> int:
     last = len(plan.workload.moments) - 1
     return next(s.id for s in reversed(plan.steps) if s.kind is Kind.COMPUTE and s.moment == last)

@@ -21,7 +21,7 @@ from pstar_sim.catalog.model_shapes import ModelEntry
 from pstar_sim.core.check_report import CheckReport
 from pstar_sim.core.checker.meetings import prove_set
 from pstar_sim.core.plan import Plan, Settings
-from pstar_sim.core.plan_set import PlanSet, meetings_of
+from pstar_sim.core.plan_set import PlanSet, meetings_of, slices_as
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import cost_of
@@ -137,6 +137,8 @@ def plan_stages(
             workloads = stages_of(job, machine, parallelism, shape=shape, most=most)
         except (CannotPlan, PlanError) as error:
             raise CannotPlan(f"{_named(parallelism, len(plans))}{error}") from error
+    if not all(slices_as(plan, parallelism.shard) for plan in plans):
+        raise CannotPlan(f"{plans[0].policy} slices otherwise; leave shard={parallelism.shard} out")
     planned = _together(parallelism, plans)
     return planned_again(planned, policy, settings) if again else planned
 
@@ -156,6 +158,7 @@ def _named(spread: Parallelism, stage: int) -> str:
 def planned_again(planned: PlannedStages, policy: str | Policy, settings: Settings) -> PlannedStages:
     """[Note: planned again]. Returns the faster."""
     spread = planned.plans.parallelism
+    policy = sharded_as(policy, spread.shard)
     able = can(split_spec(policy)[0] if isinstance(policy, str) else policy)
     if spread.pipeline == 1 or (able.point is None and not able.tries_others):
         return planned

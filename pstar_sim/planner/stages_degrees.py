@@ -230,6 +230,7 @@ def with_shards(
     spread = way.parallelism
     shared = spread.data_on(machine.world_size) * spread.context > 1
     for name, policy in policies.items():
-        more = [word for word, options in can(policy).shards.items() if options]
+        able = can(policy)
+        more = [word for word, options in able.shards.items() if options and not able.tries_others]
         for shard in (spread.shard, *(more if shared and not alone and spread.shard is None else ())):
             yield name, replace(way, parallelism=replace(spread, shard=shard))

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.collector import without_garbage_collection
 from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.plan_set import slices_as
 from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError
 from pstar_sim.policy.family.pace import period_s
 from pstar_sim.policy.family.searched import SearchResult, own_plans
@@ -54,11 +55,16 @@ OPTIONS = {
     "order": Option(
         one_of(FASTEST, *ORDERS), f"{_ORDER.help}, or the fastest of these that the loop can follow", FASTEST
     ),
+    "shard": Option(
+        one_of(FASTEST, "parameters"), "what ranks that share a batch slice: the fastest, or parameters", FASTEST
+    ),
     "shares": Option(
         one_of(FASTEST, "machine"), "shares of the batch if GPUs differ: the fastest, or the machine's", FASTEST
     ),
 }
-CAPABILITIES = Capabilities(point=POINT, tries_others=True, fastest_shares=True, shards={"parameters": ""})
+CAPABILITIES = Capabilities(
+    point=POINT, tries_others=True, fastest_shares=True, shards={"parameters": "shard=parameters"}
+)
 _WORDS = dict(
     zip(ORDERS, ("micro-batch by micro-batch", "layer by layer", "layer by layer with the boundaries on the host"))
 )
@@ -70,13 +76,14 @@ def optimal(
     machine: Machine,
     settings: Settings,
     *,
+    shard: str = FASTEST,
     shares: str = FASTEST,
     **changes: Unpack[Coordinates],
 ) -> Plan:
     """Returns the fastest plan that this project can make.
 
+    shard: "parameters": no plans that slice otherwise.
     shares: planner/balance.py has chosen them.
-
     changes: coordinates of another point. If any is given, the plans of other policies are left out. `order` may also
         be "fastest".
 
@@ -97,6 +104,7 @@ def optimal(
         found += _others(workload, machine, settings, found, orders)
     if not changes and not found and machine.nvme is not None:
         found += _from_disks(workload, machine, settings)
+    found = [one for one in found if slices_as(one.plan, None if shard == FASTEST else shard)]
     if not found:
         assert reason is not None
         raise reason

@@ -79,7 +79,7 @@ def sharded_as(policy: str | Policy, shard: str | None) -> str | Policy:
     if shard not in able:
         ways = " or ".join(f"shard={word}" for word in able)
         raise CannotPlan(f"{name} slices {f'as {ways}' if able else 'in its own way'}; leave shard={shard} out")
-    if not able[shard]:
+    if not able[shard] or able[shard] in options.split(","):
         return policy
     spec = f"{options},{able[shard]}" if options else able[shard]
     return f"{name}:{spec}" if isinstance(policy, str) else specified(name, policy, able[shard])

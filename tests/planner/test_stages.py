@@ -342,6 +342,24 @@ def test_a_policy_slices_what_it_can(node: Machine) -> None:
             prove_set(replace(plans, parallelism=replace(plans.parallelism, shard=other)))
 
 
+@pytest.mark.parametrize("spread", ["dp=8", "dp=4,pp=2"])
+def test_a_policy_that_tries_others_leaves_out_those_that_slice_otherwise(spread: str) -> None:
+    """all_on_gpu with slices of states is the fastest here."""
+    job, machine, settings = replace(JOB, batch=8), load_machine("rtx4090x8"), Settings(effort=0.1)
+    free = plan_stages(job, machine, "optimal", Parallelism.parse(spread), settings)
+    assert "that of all_on_gpu:shard=states" in str(free.plans.plans[0].choices["schedule"])
+    bound = plan_stages(job, machine, "optimal", Parallelism.parse(f"{spread},shard=parameters"), settings)
+    assert examine_set(bound.plans)[1] == bound.iteration_s > free.iteration_s
+    with pytest.raises(PlanError, match="the set has shard=parameters"):
+        prove_set(replace(free.plans, parallelism=bound.plans.parallelism))
+
+
+def test_options_that_slice_otherwise_are_refused(node: Machine) -> None:
+    with pytest.raises(CannotPlan, match="all_on_gpu:shard=states slices otherwise; leave shard=none out"):
+        plan_stages(JOB, node, "all_on_gpu:shard=states", Parallelism.parse("pp=2,shard=none"))
+    examine_set(plan_stages(JOB, node, "all_on_gpu:shard=states", Parallelism.parse("pp=2,shard=states")).plans)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -17,7 +17,7 @@ from pstar_sim.core.check_report import CheckReport
 from pstar_sim.core.checker.check import check_plan
 from pstar_sim.core.checker.unrolled import label
 from pstar_sim.core.plan import Plan
-from pstar_sim.core.plan_set import PlanSet, meetings_of
+from pstar_sim.core.plan_set import PlanSet, meetings_of, slices_as, whole_chunks
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.orders import Order
@@ -78,16 +78,9 @@ def _check_jobs(plans: PlanSet) -> None:
 
 
 def _check_shard(plan: Plan, stage: int, shard: str | None) -> None:
-    if shard is None or plan.machine.data_parallel_size == 1:
-        return
-    sliced, whole = plan.layout.ranks > 1, {r.chunk for r in plan.initial if r.list == "remote"}
-    large = {chunk.index for chunk in plan.layout.chunks if not chunk.small}  # small ones may stay whole
-    if (
-        sliced != (shard != "none")
-        or (shard == "states" and len(whole) < len(plan.layout.chunks))
-        or (shard == "parameters" and large and large <= whole)
-    ):
-        what = f"slices parameters, of which {len(whole)} of {len(plan.layout.chunks)} chunks stay whole"
+    if not slices_as(plan, shard):
+        what = f"slices parameters, of which {len(whole_chunks(plan))} of {len(plan.layout.chunks)} chunks stay whole"
+        sliced = plan.layout.ranks > 1
         raise PlanError(f"stage {stage} {what if sliced else 'slices nothing'}; the set has shard={shard}")
 
 
