@@ -94,17 +94,17 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     forms = (("on-light", ""), ("on-dark", "dark/"))
     both = "".join(rf'<img class="{name}" loading="lazy" \1src="\2{folder}\3"\4>' for name, folder in forms)
     html = PICTURE.sub(both, html)
-    html = BASH.sub(lambda match: re.sub(r"(?<=>)[^<>\s]+(?=<)", lambda name: _whole(name[0]), match[0]), html)
+    html = BASH.sub(lambda match: re.sub(r"(?<=[>\n])[^<>\s]+(?=[<\n])", lambda name: _whole(name[0]), match[0]), html)
     return NAME.sub(lambda match: f"<code>{' '.join(map(_whole, match[1].split(' ')))}</code>", html)
 
 
 def _whole(name: str) -> str:
-    return name if name.isalnum() or len(name) > LONGEST_NAME else f'<span class="whole">{name}</span>'
+    return name if len(name) > LONGEST_NAME else f'<span class="whole">{name}</span>'
 
 
 def _copied(session: re.Match[str]) -> str:
     command, output = session.groups()
-    return f"```bash\n{command}\n```\n\n```text\n{output.strip(chr(10))}\n```\n\n"
+    return f"```bash\n{command}\n```\n\n```{{ .text .output }}\n{output.strip(chr(10))}\n```\n\n"
 
 
 def _words(flag: str) -> str:

@@ -42,7 +42,14 @@ STEPS = {
 }
 """Kind of step -> its name in a legend, its colour, and the colour of what is written on it."""
 
-ON_DARK = {STEPS[Kind.GPU_UPDATE][1]: ("#AAEE99", "black")}
+ON_DARK = {
+    "#004D38": ("#AAEE99", "black"),
+    "#8C3D00": ("#8A6642", "white"),
+    "#117733": ("#39C668", "black"),
+    "#4800C0": ("#7E47EB", "white"),
+    WINE: ("#C63980", "white"),
+    "#332211": ("#EBE0D6", "black"),
+}
 """Colour that a dark paper would hide -> the colour there, and that of what is written on it."""
 
 BINDS = {

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pstar_sim.core.step import Kind
 from pstar_sim.policy.registry import built_in
 from pstar_sim.report.palette import BINDS, CATEGORIES, ON_DARK, PHASES, POLICIES, SPARE, STEPS, WAITS, policy_colours
+from pstar_sim.report.paper import PAPER
 from pstar_sim.report.sweeps import words_colour
-from pstar_sim.report.web.charts import THEMES
+from pstar_sim.report.web.charts import THEMES, themed
 
 LEAST = 10.0  # CIE76; about 2 are just told apart side by side, larger areas of a picture lie apart
 SEEN = {  # of linear RGB, severity 1.0: Machado, Oliveira, Fernandes 2009, table 1
@@ -24,12 +24,12 @@ SEEN = {  # of linear RGB, severity 1.0: Machado, Oliveira, Fernandes 2009, tabl
 }
 XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
 WHITE = XYZ.sum(axis=1)
-ON_LANES = [*PHASES.values(), *(colour for kind, (_, colour, _) in STEPS.items() if kind is not Kind.GPU_UPDATE)]
+ON_LANES = [*PHASES.values(), *(colour for _, colour, _ in STEPS.values())]
 PICTURES = {
     "categories": [*CATEGORIES.values(), *PHASES.values(), "#FFFFFF"],
     "steps": [*PHASES.values(), *(colour for _, colour, _ in STEPS.values())],
-    **{f"lanes of a {name} page": [*ON_LANES, theme["@deep"], theme["@paper"]] for name, theme in THEMES.items()},
-    "waits": WAITS.values(),
+    **{f"lanes of a {name} page": [*themed(ON_LANES, name), theme["@paper"]] for name, theme in THEMES.items()},
+    **{f"waits of a {name} page": themed([*WAITS.values()], name) for name in THEMES},
     "binds": BINDS.values(),
     "policies": [*POLICIES.values(), *SPARE],
 }
@@ -71,18 +71,28 @@ def test_colours_of_policies_are_seen_on_every_paper(paper: str) -> None:
     assert min(far.values()) >= 2 * LEAST, far
 
 
-def test_what_is_written_on_a_bar_can_be_read() -> None:
-    """The contrast of WCAG 2 for text: at least 4.5."""
+def contrast(one: str, other: str) -> float:
+    """Of WCAG 2: 4.5 is enough for text, 3 for a picture."""
 
     def luminance(colour: str) -> float:
         rgb = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
         linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
         return float(XYZ[1] @ linear)
 
-    inks = {"black": 0.0, "white": 1.0}
+    low, high = sorted(map(luminance, (one, other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("paper", [THEMES["dark"]["@paper"], PAPER])
+def test_dark_paper_hides_no_step_and_no_wait(paper: str) -> None:
+    colours = themed([*(colour for _, colour, _ in STEPS.values()), *WAITS.values()], "dark")
+    assert min((contrast(colour, paper), colour) for colour in colours) >= (3.0, "")
+
+
+def test_what_is_written_on_a_bar_can_be_read() -> None:
+    inks = {"black": "#000000", "white": "#FFFFFF"}
     on_steps = [*((colour, ink) for _, colour, ink in STEPS.values()), *ON_DARK.values()]
     on_steps += [(colour, "white" if name == "ADAM" else "black") for name, colour in PHASES.items()]
     on_fields = [(colour, words_colour(name)) for name, colour in BINDS.items()]
     for colour, ink in (*on_steps, *on_fields):
-        high, low = sorted((luminance(colour), inks[ink]), reverse=True)
-        assert (high + 0.05) / (low + 0.05) >= 4.5, (colour, ink)
+        assert contrast(colour, inks[ink]) >= 4.5, (colour, ink)

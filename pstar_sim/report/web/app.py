@@ -152,7 +152,8 @@ def _price(machine: Machine) -> Price | None:
 def _dollars(row: Row, price: Price | None, nodes: int) -> str:
     if price is None or not row.tokens_per_s:
         return "no price"
-    return f"${price.usd_per_hour * nodes / 3600 / row.tokens_per_s * 1e6:.3g} {format_error(row.expected_error)}"
+    usd = price.usd_per_hour * nodes / 3600 / row.tokens_per_s * 1e6
+    return f"${f'{usd:#.3g}'.rstrip('.') if usd < 1000 else f'{usd:,.0f}'} {format_error(row.expected_error)}"
 
 
 def _answer(found: Comparison) -> None:
@@ -294,10 +295,8 @@ def _pictures(fitting: list[Planned]) -> None:
 
 
 def _legend(chart: Chart, kind: str) -> str:
-    items = (
-        f"{_swatch(themed(colour, kind), chart.lines.get(name))}&nbsp;{escape(name)}"
-        for name, colour in chart.legend.items()
-    )
+    swatches = {name: _swatch(themed(colour, kind), chart.lines.get(name)) for name, colour in chart.legend.items()}
+    items = (f'<span style="white-space:nowrap">{item}&nbsp;{escape(name)}</span>' for name, item in swatches.items())
     return f"<small>{' &nbsp; '.join(items)}</small>"
 
 

@@ -1,6 +1,7 @@
 """Timelines as Plotly figures, as plain values.
 
-[Note: colours of the theme] A colour of the theme begins with "@" (THEMES); a page's script, and `themed`, replace it.
+[Note: colours of the theme] THEMES has those that begin with "@", and ON_DARK; a page's script, and `themed`, replace
+them.
 
 [Note: joined] A chart draws no more than a screen can show, and a note says what was joined. With more corners than
 MOST_CORNERS, a point is its stretch's highest instant. Neighbouring bars shorter than 1/RESOLUTION of the iteration
@@ -36,10 +37,9 @@ LANE, LEAST = 0.78, 0.08  # height of a bar in its lane; least share of that hei
 Figure = dict[str, Any]
 
 THEMES = {
-    "light": {"@ink": "#1a1a1a", "@paper": "#ffffff", "@grid": "#dcdcdc", "@line": "#000000", "@faint": "#eeeeee",
-              "@deep": STEPS[Kind.GPU_UPDATE][1]},
+    "light": {"@ink": "#1a1a1a", "@paper": "#ffffff", "@grid": "#dcdcdc", "@line": "#000000", "@faint": "#eeeeee"},
     "dark": {"@ink": "#e8e8e8", "@paper": "#16181c", "@grid": "#3a3d44", "@line": "#ffffff", "@faint": "#24272d",
-             "@deep": ON_DARK[STEPS[Kind.GPU_UPDATE][1]][0]},
+             **{colour: there for colour, (there, _) in ON_DARK.items()}},
 }  # fmt: skip
 LINE_STYLES = ("solid", "dashed", "dotted")
 WAITS = "compute waits"
@@ -383,8 +383,7 @@ def _lengthen(bars: Sequence[_Bar], shortest_s: float, end_s: float) -> None:
 
 def _style(timeline: Timeline, span: Span) -> tuple[str, str]:
     if span.kind is not Kind.COMPUTE:
-        name, colour, _ = STEPS[span.kind]
-        return name, "@deep" if span.kind is Kind.GPU_UPDATE else colour  # dark text on a dark bar cannot be read
+        return STEPS[span.kind][:2]
     phase = timeline.phases[span.moment] if timeline.phases and span.moment is not None else "compute"
     return phase, PHASES.get(phase, "#CCCCCC")
 

@@ -11,6 +11,7 @@ from importlib.resources import files
 from typing import Any
 
 from pstar_sim.errors import PstarError
+from pstar_sim.report.palette import ON_DARK
 from pstar_sim.report.web.charts import THEMES
 
 MOST_NARROW = 3
@@ -99,7 +100,9 @@ def unbroken(text: str) -> str:
 
 
 def _css(colour: str) -> str:
-    return f"var(--{colour.removeprefix('@')})" if colour.startswith("@") else colour
+    if colour.startswith("@"):
+        return f"var(--{colour.removeprefix('@')})"
+    return f"light-dark({colour}, {ON_DARK[colour][0]})" if colour in ON_DARK else colour
 
 
 def table_html(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -7,7 +7,7 @@ const SHEET = 680; // pixels of a printed page
 let printed = false;
 
 function themed(value, colours) {
-  if (typeof value === "string") return value[0] === "@" ? colours[value] || value : value;
+  if (typeof value === "string") return /^[@#]/.test(value) ? colours[value] || value : value;
   if (Array.isArray(value)) {
     const numbers = typeof value[0] === "number" && typeof value[value.length - 1] === "number";
     return numbers ? value : value.map((one) => themed(one, colours));

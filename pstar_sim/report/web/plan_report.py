@@ -196,7 +196,7 @@ class _Page:
             if not s.measured and not s.as_planned
         ]
         notes += [one for one in dict.fromkeys(wear) if one]
-        said = "".join(f'<p class="note">{escape(note)}.</p>' for note in notes)
+        said = "".join(f'<p class="note">{unbroken(note)}.</p>' for note in notes)
         what = "<p>Seconds, and bytes between places, are those of one iteration.</p>"
         return f"<h2>Figures</h2>{what}{table_html(heads, rows)}{said}"
 
@@ -353,7 +353,7 @@ def _work(plan: Plan) -> tuple[str, int, int]:
 
 
 def _notes(chart: Chart) -> str:
-    return "".join(f'<p class="note">{escape(note)}.</p>' for note in chart.notes)
+    return "".join(f'<p class="note">{unbroken(note)}.</p>' for note in chart.notes)
 
 
 def _expected(subject: Subject) -> float | None:
@@ -481,12 +481,11 @@ def _proof(subject: Subject, examined: Examined) -> str:
         moment = report.peak_at[place]
         when = "between two iterations" if moment < 0 else f"in moment {moment} ({plan.workload.moments[moment].name})"
         rooms.append(
-            f"<li>{_PLACES[place]}: at most {format_bytes(size)} of {format_bytes(report.budget_bytes[place])}, "
-            f"{escape(when)}</li>"
+            f"{_PLACES[place]}: at most {format_bytes(size)} of {format_bytes(report.budget_bytes[place])}, {when}"
         )
     proved = (
-        f"<p>Proved: in whatever order its {report.steps} steps may legally run, each chunk is on the GPU when compute "
-        "uses it, each parameter is updated once per iteration, and no place holds more than it has room for:</p>"
+        f"Proved: in whatever order its {report.steps} steps may legally run, each chunk is on the GPU when compute "
+        "uses it, each parameter is updated once per iteration, and no place holds more than it has room for:"
     )
     bound = ""
     bound_s, certificate = _bound_s(subject), plan.choices.get("certificate")
@@ -495,14 +494,16 @@ def _proof(subject: Subject, examined: Examined) -> str:
         binds = f", of which {BINDS_NAMES[binding]} is the largest term" if binding in BINDS_NAMES else ""
         share = subject.timeline.iteration_s / bound_s - 1
         bound = (
-            "<p>No schedule of this job on this machine, with these chunks and settings, takes less than "
-            f"{format_s(bound_s)}{escape(binds)}. This plan takes {format_percent(share)} more.</p>"
+            "No schedule of this job on this machine, with these chunks and settings, takes less than "
+            f"{format_s(bound_s)}{binds}. This plan takes {format_percent(share)} more."
         )
     rest = (
-        f"<p>Not proved: the seconds, which are simulated with the machine's rates{_error(subject)}; the rates and the "
-        "job, which are taken as the plan states them.</p>"
+        f"Not proved: the seconds, which are simulated with the machine's rates{_error(subject)}; the rates and the "
+        "job, which are taken as the plan states them."
     )
-    return f"{proved}<ul>{''.join(rooms)}</ul>{bound}{rest}"
+    items = "".join(f"<li>{unbroken(room)}</li>" for room in rooms)
+    others = "".join(f"<p>{unbroken(text)}</p>" for text in (bound, rest) if text)
+    return f"<p>{unbroken(proved)}</p><ul>{items}</ul>{others}"
 
 
 def _places(subject: Subject) -> Iterator[tuple[str, str, str]]:

@@ -24,7 +24,7 @@ from pstar_sim.workload.axes import AxesGiven, Axis, all_axes
 MACHINE, PARTS, JOB, TRAINING = "machine", "parts of the machine", "job", "how it trains"
 POLICIES = ("zero_offload", "tide")
 YES, NO = "yes", "no"
-WIDTH = 72  # of a command
+WIDTH = 36  # of a command: what a phone shows
 
 
 @dataclass(frozen=True, kw_only=True)

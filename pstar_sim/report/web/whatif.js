@@ -15,7 +15,12 @@ const label = (axis, index) => {
   return value === "x1" ? "as it is" : value === true ? "yes" : value === false ? "no" : String(value);
 };
 const escaped = (text) => String(text).replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
-const digits = (value, n = 3) => Number(value.toPrecision(n)).toLocaleString("en-US", { maximumFractionDigits: 6 });
+// Three digits, zeros among them.
+const digits = (value) => {
+  const rounded = Number(value.toPrecision(3));
+  const places = rounded ? Math.min(6, Math.max(0, 2 - Math.floor(Math.log10(Math.abs(rounded))))) : 0;
+  return rounded.toLocaleString("en-US", { minimumFractionDigits: places, maximumFractionDigits: places });
+};
 const error = (point) => (point.expected_error === null ? " ± ?" : ` ± ${Math.round(100 * point.expected_error)} %`);
 const seconds = (s) => (s >= 1 ? `${digits(s)} s` : `${digits(1000 * s)} ms`);
 const gigabytes = (bytes) => `${digits(bytes / 1e9)} GB`;
@@ -165,7 +170,7 @@ function pareto(all) {
     font: { size: 13, color: "@ink", family: "system-ui, sans-serif" }, xaxis: axis("$ per million tokens"), yaxis: axis("tokens/s"),
     hoverlabel: { bgcolor: "@paper", bordercolor: "@ink", font: { color: "@ink", size: 13 } } } });
   document.getElementById("legend").innerHTML = `<ul class="legend">${policies.map((policy) =>
-    `<li><span class="swatch" style="background:${values.colours[policy]}"></span>${escaped(label("policy", policy))}</li>`).join("")}</ul>`;
+    `<li><span class="swatch" style="background:light-dark(${["light", "dark"].map((name) => themed(values.colours[policy], values.themes[name]))})"></span>${escaped(label("policy", policy))}</li>`).join("")}</ul>`;
 }
 
 function more() {
