@@ -133,7 +133,7 @@ def accumulating(random: Random, oldest: str, **settings: Any) -> Job:
 
 
 def sums16(random: Random) -> Job:
-    return accumulating(random, "a100-40", sums="16-bit")  # a V100 has no bf16, and fp16 takes no 16-bit sums
+    return accumulating(random, "a100-40", sums="16-bit")
 
 
 def layer_major(random: Random) -> Job:

@@ -3,9 +3,9 @@
 Rows: VIA-Research/vTrain, data/ground_truth_single.csv (720, one node of 2 to 8 GPUs, models of 12 to 24 layers of
 1,024) and ground_truth_multi.csv (47, a model of 39.1 billion parameters on 512 GPUs). All recompute every layer
 (reentrant), run 1F1B in fp16 with Adam, and keep everything on the GPUs: `all_on_gpu` plans them. What the files do not
-say is assumed: a vocabulary of 51,200, a tied head, attention by matrix products, clipping, and Megatron's default
-dropout, as in layouts_memory.py. And of layouts.csv, by `system`, the iterations that recompute everything:
-BigScience's trials for a model of 176 billion parameters on 8 to 384 GPUs (tr11, chronicles-prequel), and those of
+say is assumed: a vocabulary of 51,200, a tied head, attention by matrix products, clipping, and what Megatron does
+without a flag: sums of gradients in fp16, and dropout, as in layouts_memory.py. And of layouts.csv, by `system`, the
+iterations that recompute everything: BigScience's trials for a model of 176 billion parameters on 8 to 384 GPUs (tr11, chronicles-prequel), and those of
 Korthikanti et al., 2022, table 5. BigScience shards the states (ZeRO-1); here each rank has all, on GPUs with room for
 them, which costs a tenth of a second.
 
@@ -40,6 +40,7 @@ from pstar_sim.catalog.catalog import load_catalog
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import ModelEntry, model_entry
+from pstar_sim.core.plan import Settings
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.stages import plan_stages
@@ -52,6 +53,7 @@ FOLD = 2
 CATALOG = load_catalog()
 VOCABULARY = 51_200
 DROPOUT = "0.1"
+SETTINGS = Settings(sums="16-bit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +142,7 @@ def predict(row: Row) -> float:
 
     def seconds(micro_batches: int) -> float:
         job = replace(row.job, micro_batches=micro_batches)
-        return plan_stages(job, row.machine, "all_on_gpu", spread, shape=row.shape).iteration_s
+        return plan_stages(job, row.machine, "all_on_gpu", spread, SETTINGS, shape=row.shape).iteration_s
 
     count, few = row.job.micro_batches or 1, FOLD * row.pipeline
     if count <= few:

@@ -37,6 +37,7 @@ from msgspec import structs
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import ExpertsShape, ModelEntry, model_entry
+from pstar_sim.core.plan import Settings
 from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.frameworks import megatron, torchtitan
 from pstar_sim.frameworks.configuration import Configuration
@@ -90,7 +91,8 @@ class Row:
                 micro_batches=micro_batches, dtype=c.dtype, checkpointing=c.checkpointing, recompute=c.recompute,
                 kernels=c.kernels, dropout=c.dropout, **self.changes,
             )  # fmt: skip
-            return plan_stages(job, machine, policy, spread, shape=self.shape)
+            settings = Settings(sums=c.sums or Settings.sums)
+            return plan_stages(job, machine, policy, spread, settings, shape=self.shape)
 
         few = FOLD * spread.pipeline
         if self.kind == "seconds":

@@ -109,6 +109,10 @@ def check_settings(plan: Plan, optimizer: Optimizer) -> None:
             f"leave max_grad_norm out to do as the plan says, or make the plan with clip={clips}"
         )
     dtype = plan.workload.dtype
+    ranks = plan.machine.data_parallel_size
+    if settings.sums == "16-bit" and (ranks > 1 or DTYPES[dtype].scaled):
+        where = f"on {ranks} GPUs" if ranks > 1 else f"of {dtype} gradients, whose overflow no norm would show"
+        raise PlanError(f"sums in 16 bits {where} are planned, not run; make the plan with sums='32-bit'")
     if loss_scale_for(optimizer.loss_scale, plan.workload.tensors) is not None and settings.barrier(dtype) is None:
         why = (
             f"{optimizer.word}(loss_scale={optimizer.loss_scale!r})"

@@ -225,7 +225,8 @@ def plan_for(workload: Workload, request: Request, *, micro_batches: int, settin
     if count == 1 or dist.get_rank() == 0:
         try:
             machine = with_disks(_machine(request, gpus=count), request.disks)
-            plain = count == 1 and whole.optimizer.masters == MASTERS[1] and DTYPES[whole.dtype].can_sum
+            dtype = DTYPES[whole.dtype]
+            plain = count == 1 and whole.optimizer.masters == MASTERS[1] and dtype.can_sum and not dtype.scaled
             settings = replace(settings, sums="16-bit" if plain else Settings.sums)  # as torch adds gradients up
             made[0] = find_policy(request.policy)(whole, machine, settings)
         except PstarError as error:  # every process raises the error below

@@ -47,7 +47,7 @@ class Dtype:
     @property
     def can_sum(self) -> bool:
         """Whether gradients may be summed in this dtype instead of `MASTER`."""
-        return not self.is_master and not self.scaled
+        return not self.is_master
 
     @property
     def bytes_per_param(self) -> float:

@@ -289,8 +289,8 @@ class SettingFlags:
         SUMS,
         typer.Option(
             parser=one_of(SUMS),
-            help="gradients of several micro-batches add up in fp32, or in the dtype of a bf16 model, as in plain "
-            "PyTorch: half of the room, other results",
+            help="gradients of several micro-batches add up in fp32, or in the dtype of a 16-bit model, as in "
+            "plain PyTorch: half of the room, other results",
         ),
     ] = "32-bit"
     chunk: Annotated[

@@ -13,6 +13,7 @@ import typer
 from pstar_sim.catalog.configurations import NoPreset
 from pstar_sim.catalog.model_shapes import is_model, model_entry
 from pstar_sim.cli.flags import SettingFlags
+from pstar_sim.core.plan import Settings
 from pstar_sim.dtypes import MASTER
 from pstar_sim.errors import ModelError, PstarError, UnknownName
 from pstar_sim.units import format_count
@@ -68,10 +69,11 @@ class Likes:
         if getattr(job, "model", "") is None and getattr(job, "trace", None) is None:
             filled["model"] = self._model()
         clip = self._answer("clip", lambda c: c.clip, setting.clip)
+        sums = self._answer("sums", lambda c: c.sums, None if setting.sums == Settings.sums else setting.sums)
         for label, c in self.configurations:
             _check_train_batch(label, c, filled, c.data_on(machine))
             _check_processes(label, c, machine)
-        return replace(job, **filled), replace(setting, clip=clip)
+        return replace(job, **filled), replace(setting, clip=clip, sums=sums or setting.sums)
 
     def _model(self) -> str | None:
         """The first that a configuration names. Raises PstarError for one that is neither a preset nor in the local

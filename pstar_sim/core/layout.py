@@ -289,7 +289,7 @@ def build_layout(workload: Workload, *, chunk_bytes: int | None = None, ranks: i
     sums: as `Settings.sums`.
 
     Raises PlanError for chunk_bytes that is not positive, a dtype without a known width, ranks < 1, and 16-bit sums of
-    a model that is not bf16.
+    an fp32 model.
     """
     if ranks < 1:
         raise PlanError(f"ranks is {ranks}; a layout needs at least one rank")
@@ -312,14 +312,15 @@ def sum_bytes_of(workload: Workload, sums: str) -> int:
 
     sums: as `Settings.sums`.
 
-    Raises PlanError for 16-bit sums of a model that is not bf16.
+    Raises PlanError for 16-bit sums of an fp32 model.
     """
     if sums == "32-bit":
         return STORAGE[MASTER].bytes
     dtype = STORAGE[workload.dtype]
     if not dtype.can_sum:
-        why = "its gradients have 32 bits" if dtype.is_master else "a sum of its gradients may overflow unseen"
-        raise PlanError(f"sums in 16 bits are for bf16 models; {workload.model} is {workload.dtype}, and {why}")
+        raise PlanError(
+            f"sums in 16 bits are for 16-bit models; {workload.model} is {workload.dtype}, whose gradients have 32 bits"
+        )
     return dtype.bytes
 
 

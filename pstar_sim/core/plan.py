@@ -66,8 +66,8 @@ class Settings:
         converted to bytes.
     loop: the code that runs the iterations, one of LOOPS. With "step" a policy that searches also chooses the order of
         the iteration.
-    sums: number of bits in which gradients of several micro-batches add up, one of SUMS. "16-bit" is for bf16 models;
-        it takes half of the room and rounds every addition.
+    sums: number of bits in which gradients of several micro-batches add up, one of SUMS. "16-bit", not for fp32
+        models, takes half of the room and rounds every addition.
     effort: effort of a policy that searches, as a multiple of the usual effort. More effort mostly, not always, finds
         a faster plan.
 

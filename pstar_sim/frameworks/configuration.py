@@ -47,6 +47,7 @@ class Configuration:
     train_batch: int | None = None
     train_batch_key: str = field(default="", compare=False)
     clip: bool | None = None
+    sums: str | None = None
     checkpointing: bool | None = None
     recompute: str | None = None
     optimizer: str | None = None

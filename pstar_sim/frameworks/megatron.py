@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Literal
 
-from pstar_sim.core.plan import Plan
+from pstar_sim.core.layout import sum_bytes_of
+from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.dtypes import DTYPES, MASTER
 from pstar_sim.errors import PstarError
 from pstar_sim.frameworks.configuration import Configuration, spec
@@ -44,6 +45,7 @@ KEYS = (
     used("--seq-length", "sequence", Count),
     used("--bf16", "bf16", bool, False),
     used("--fp16", "fp16", bool, False),
+    used("--accumulate-allreduce-grads-in-fp32", "wide_sums", bool, False),
     used("--clip-grad", "clip", Annotated[float, least(0)], 1.0),
     used("--optimizer", "optimizer", Literal["adam", "sgd"], "adam"),
     used("--tensor-model-parallel-size", "tensor", Count, 1),
@@ -61,6 +63,7 @@ KEYS = (
     used("--num-layers", "layers", Count),
     used("--hidden-dropout", "hidden_dropout", Annotated[float, between(0, 0.999)], _DROPPED),
     used("--attention-dropout", "attention_dropout", Annotated[float, between(0, 0.999)], _DROPPED),
+    unmodelled("--no-scatter-gather-tensors-in-pipeline", "ranks of tp are taken to send slices to other stages"),
     unmodelled("--recompute-method", "every block is taken to be recomputed", off="uniform"),
     unmodelled("--recompute-num-layers", "every block is taken to be recomputed", off=1),
     unmodelled("--expert-tensor-parallel-size", "experts are taken to be split as the layers are", off=None),
@@ -115,6 +118,7 @@ def read(content: object, file: str) -> Configuration:
         train_batch=found["train_batch"],
         train_batch_key="--global-batch-size",
         clip=found["clip"] > 0,
+        sums="16-bit" if found["fp16"] and not found["wide_sums"] else "32-bit",
         checkpointing=found["recompute"] == "full",
         recompute=ATTENTION_ALONE if selective else None,
         optimizer=_OPTIMIZERS[found["optimizer"]],
@@ -241,6 +245,7 @@ def write(configuration: Configuration) -> str:
     flags = [
         *(f"{flag} {size}" for flag, size in sizes.items() if size is not None),
         *([f"--{c.dtype}"] if c.dtype != MASTER else []),
+        *(["--accumulate-allreduce-grads-in-fp32"] if c.dtype == "fp16" and c.sums == Settings.sums else []),
         f"--clip-grad {1.0 if c.clip else 0.0}",
         *(f"--{what}-dropout {rate:g}" for what, rate in rates.items()),
         "--optimizer adam",
@@ -307,6 +312,7 @@ def express(plan: Plan) -> Expressed:
         batch_per_gpu=w.batch,
         train_batch=w.batch * w.micro_batches * plan.machine.data_parallel_size,
         clip=plan.settings.clip,
+        sums=plan.settings.sums if w.compute_dtype == "fp16" else Settings.sums,
         checkpointing=w.checkpointing,
         recompute=w.recompute if w.recompute == ATTENTION_ALONE else None,
         optimizer="adamw",
@@ -343,14 +349,15 @@ def _allocations(configuration: Configuration, workload: Workload, ranks: int) -
 
 
 def _gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
-    """fp32 gradients of all parameters; with states on the GPU and several micro-batches the policy counts them. Of a
+    """Sums of all parameters' gradients; with states on the GPU and several micro-batches the policy counts them. Of a
     table that embedding and head share, the last stage has states of its own."""
     resident = configuration.policy_base == "all_on_gpu"
     table = sum(b.bytes for b in workload.borders if b.receives and b.what == "tied weights")
     params = table // DTYPES[workload.dtype].bytes if resident else 0
     slices = ranks if configuration.options.get("shard") == "states" else 1
     states_bytes = int(params * workload.states_bytes_per_param) // slices
-    return states_bytes + (0 if resident and workload.micro_batches > 1 else 4 * workload.trainable_params)
+    width = sum_bytes_of(workload, configuration.sums or Settings.sums)
+    return states_bytes + (0 if resident and workload.micro_batches > 1 else width * workload.trainable_params)
 
 
 MEMORY = MemoryRules(allocations=_allocations, gpu_beyond_bytes=_gpu_beyond_bytes)

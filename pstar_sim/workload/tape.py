@@ -14,6 +14,9 @@ values are gathered before it and again in backward, their gradients reduce-scat
 scores is not modelled. Gradients of parameters are summed over these ranks as in data parallelism.
 Source: Liu et al., 2023 (ring attention); Llama 3, 2024 (gathers); torch, _context_parallel/_load_balancer.py.
 
+[Note: slices of borders] Ranks that split layers, not tokens, all have what crosses a border of stages: each sends a
+slice, and its peers gather them. Source: Megatron-LM, scatter_gather_tensors_in_pipeline.
+
 [Note: products in fp8] A layer's product reads both factors twice, for the largest value and for the cast, and writes
 copies of a byte per element, which live until it ends. What backward needs keeps the working dtype.
 """
@@ -107,6 +110,7 @@ class Tape:
         self._index: dict[str, int] = {}
         self._borrowed: dict[str, Tensor] = {}
         self._parts = 0  # bytes of `sum_at_end`
+        self._arriving = (0, 0)  # bytes of a slice that was received, and of the whole
         self._casts: dict[str, bool] = {}  # parameter whose copy is there -> whether backward needs it
         self._opened: tuple[str, Phase, str] | None = None
         self._reset()
@@ -151,6 +155,11 @@ class Tape:
     def open(self, event: str, module: str, phase: Phase, reads: Sequence[str] = ()) -> None:
         """Begins a moment at this event with these reads; closes the one before."""
         self._close()
+        part, size = self._arriving
+        self._arriving = (0, 0)
+        if part < size:
+            self._gathered(TENSOR, size)
+            self.level -= part
         self._opened = (f"{event}:{module}" if event in ("begin", "end", "grad") else event, phase, module)
         for i in sorted({self._index[name] for name in reads if name not in self._borrowed}):
             self.uses.append(Use(moment=len(self.moments), tensor=i, kind=UseKind.READ))
@@ -281,15 +290,23 @@ class Tape:
         self._parts += self.size(names) if self.sequence else 0
 
     def receive(self, what: str, size: int) -> None:
-        """What the next moment needs comes from another stage."""
-        self.crossings.append(Crossing(True, what, len(self.moments), size))
-        self.level += size
+        """What the next moment needs comes from another stage ([Note: slices of borders])."""
+        part = self._slice_of(size)
+        self.crossings.append(Crossing(True, what, len(self.moments), part))
+        self.level += part
         self._peak = max(self._peak, self.level)
+        self._arriving = (part, size)
 
     def send(self, what: str, size: int) -> None:
         """What this moment made goes to another stage, ends here."""
-        self.crossings.append(Crossing(False, what, len(self.moments), size))
-        self.level -= size
+        part = self._slice_of(size)
+        copied = part if part < size else 0
+        self.op(copied)
+        self.crossings.append(Crossing(False, what, len(self.moments), part))
+        self.level -= size + copied
+
+    def _slice_of(self, size: int) -> int:
+        return size if self.sequence else -(-size // self.tensor)
 
     def cross_once(self, receives: bool, what: str, size: int, *, turn: str, counted: bool = False) -> None:
         """As `receive` and `send`, in one micro-batch only."""

@@ -102,6 +102,10 @@ def test_flags_of_megatron_are_read_from_a_script() -> None:
     assert megatron.read("--sequence-parallel", "x.sh").parallelism is None  # without ranks that split layers
     assert megatron.read("--use-distributed-optimizer", "x.sh").policy == "all_on_gpu:shard=states"
     assert megatron.read("--optimizer-cpu-offload --fp16", "x.sh").policy == "zero_offload"
+    for flags, sums in (("--fp16", "16-bit"), (f"--fp16 {WIDE}", "32-bit"), ("--bf16", "32-bit"), ("", "32-bit")):
+        given = megatron.read(flags, "x.sh")
+        assert given.sums == sums == megatron.read(megatron.write(given), "x.sh").sums
+        assert (WIDE in megatron.write(given)) is (WIDE in flags)
     half = megatron.read("--optimizer-cpu-offload --optimizer-offload-fraction 0.5", "x.sh")
     assert half.policy.startswith("zero3_offload:") and "ratio=0.5" in half.policy and half.dtype == "fp32"
     assert megatron.read(megatron.write(half), "x.sh").policy == half.policy
@@ -116,6 +120,7 @@ def test_flags_of_megatron_are_read_from_a_script() -> None:
     )
 
 
+WIDE = "--accumulate-allreduce-grads-in-fp32"
 EACH = "--num-layers-per-virtual-pipeline-stage"
 ARRAYS = """
 TP=${TP:-4}; PP=2
@@ -220,6 +225,8 @@ def test_megatron_keeps_parameters_and_gradients_on_the_gpu() -> None:
     assert with_gradients.gpu_needed_bytes is not None and with_gradients.plan is not None
     assert sum(size for name, _, size in with_gradients.plan.buffers if name.endswith("gradients")) == 4 * w.params
     with_gradients.plan.check()
+    narrow = replace(found.configuration, sums="16-bit")
+    assert megatron.MEMORY.gpu_beyond_bytes(narrow, w, 1) == 2 * w.params  # as Megatron adds up fp16
     everything = ps.compare(w, machine, policies="all_on_gpu").best().plan
     assert "--optimizer-cpu-offload" not in megatron.write(megatron.express(everything).configuration)
     gone = ps.compare(w, machine, policies="zero_infinity").best().plan

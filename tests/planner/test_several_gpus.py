@@ -245,6 +245,6 @@ def test_gpus_is_one_figure_with_one_meaning(capsys: pytest.CaptureFixture[str])
 
 def test_a_setting_that_several_gpus_lack_is_no_lack_of_gpu_memory() -> None:
     workload = preset("1B", batch=4, seq=64, dtype="bf16", micro_batches=2)
-    found = compare(workload, load_machine("polaris-a100-40x4"), policies="tide", settings=Settings(sums="16-bit"))
-    assert "are for one GPU, not for 4" in str(found.rows[0].reason)
+    found = compare(workload, load_machine("polaris-a100-40x4"), policies="l2l", settings=Settings(loop="step"))
+    assert "runs on one GPU, not on 4" in str(found.rows[0].reason)
     assert not any("no policy fits the GPUs" in note for note in found.notes)

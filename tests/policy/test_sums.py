@@ -16,7 +16,7 @@ import pytest
 from pstar_sim.bounds.bounds import lower_bound
 from pstar_sim.core.plan import Plan, Settings, load_plan
 from pstar_sim.core.step import Kind, Place
-from pstar_sim.errors import CannotPlan, PlanError
+from pstar_sim.errors import PlanError
 from pstar_sim.planner.explain import explain
 from pstar_sim.policy import find_policy
 from pstar_sim.policy.family.attempt import attempt
@@ -157,18 +157,25 @@ def test_sums_in_16_bits_take_half(tmp_path: Path) -> None:
     exact.save(tmp_path / "other.json")
     with pytest.raises(PlanError, match=r"layout.sum_bytes' is 2; with sums='32-bit' it must be 4"):
         load_plan(tmp_path / "other.json")
-    wide = replace(on_gpu, workload=replace(on_gpu.workload, dtype="fp16"))
-    with pytest.raises(PlanError, match="16 bits are for bf16 models"):
+    wide = replace(on_gpu, workload=replace(on_gpu.workload, dtype="fp32"))
+    with pytest.raises(PlanError, match=r"16 bits are for 16-bit models; chain-.* is fp32, whose gradients have 32"):
         wide.check()
 
 
-@pytest.mark.parametrize(("dtype", "why"), [("fp32", "its gradients have 32 bits"), ("fp16", "may overflow unseen")])
-def test_sums_in_16_bits_are_refused_where_they_cannot_be(dtype: str, why: str) -> None:
-    workload = chain_workload(2, MIB, dtype=dtype, micro_batches=3)
-    with pytest.raises(PlanError, match=f"sums in 16 bits are for bf16 models; .* is {dtype}, and .*{why}"):
-        find_policy("optimal")(workload, job(24).machine, Settings(sums="16-bit"))
-    with pytest.raises(CannotPlan, match="sums in 16 bits are for one GPU, not for 2"):
-        find_policy("tide")(job(24).workload, job(24, ranks=2).machine, Settings(sums="16-bit"))
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_ranks_that_add_up_in_16_bits_send_half(dtype: str) -> None:
+    """Two chunks of 2**20 parameters each, summed over three micro-batches and then over the ranks."""
+    workload, machine = chain_workload(2, MIB, dtype=dtype, micro_batches=3), job(64, ranks=2).machine
+    sent = {}
+    for sums in ("32-bit", "16-bit"):
+        plan = find_policy("all_on_gpu")(workload, machine, Settings(sums=sums, chunk_bytes=2 * MIB))
+        plan.check()
+        assert lower_bound(workload, machine, plan.settings, plan.layout).seconds <= play(plan).iteration_s
+        sent[sums] = [step.bytes for step in plan.steps if step.kind is Kind.REDUCE_SCATTER]
+    assert sent == {"32-bit": [4 * MIB] * 2, "16-bit": [2 * MIB] * 2}
+
+
+def test_sums_are_in_16_or_32_bits() -> None:
     with pytest.raises(PlanError, match="sums = '8-bit': it must be one of 32-bit, 16-bit"):
         Settings(sums="8-bit")
 

@@ -126,6 +126,26 @@ def test_what_one_stage_sends_another_receives(schedule: str) -> None:
     assert len(sent) == 2 * 2 * 4 + 2  # two borders, both ways, four micro-batches; the tied table once each way
 
 
+@pytest.mark.parametrize("sequence", [False, True])
+def test_ranks_that_split_layers_send_slices(*, sequence: bool) -> None:
+    """Of two ranks each sends a half: with sequence parallelism its own tokens, else a slice, which those that receive
+    gather in the moment that needs the whole."""
+    u, parts = 2 * 64 * 768 * 2, []  # sequences, tokens, hidden, bytes of bf16
+    for number in range(2):
+        layers = range(6 * number, 6 * number + 6)
+        part = Stage(layers=layers, first=number == 0, last=number == 1, tensor=2, sequence=sequence)
+        one, crossings = stage_of(model_entry("gpt2"), part, batch=2, sequence=64)
+        crossed = [c for c in crossings if c.turn == "each"]
+        assert [c.bytes for c in crossed] == [u // 2] * 2
+        for arrival in (c for c in crossed if c.receives):
+            gathered = one.moments[arrival.moment + 1].collectives[:1]
+            assert (gathered == (("all_gather", "tensor", u),)) or sequence
+        assert one.moments[0].start_bytes == one.moments[-1].end_bytes
+        parts.append(in_schedule([(one, crossings)], cells_of("1f1b", 2, 2), number))
+    ends = [{b.bytes for b in w.borders if b.what in ("activations", "gradients")} for w in parts]
+    assert ends == [{u // 2}] * 2
+
+
 def test_1f1b_holds_the_activations_of_the_stages_behind_and_gpipe_those_of_all_micro_batches() -> None:
     """Blocks that keep their activations: beside each other, two stages differ by what the micro-batches in flight
     keep."""

@@ -65,8 +65,6 @@ class Builder:
         self.machine = machine
         self.settings = settings
         self.ranks = machine.data_parallel_size
-        if settings.sums == "16-bit" and self.ranks > 1:
-            raise CannotPlan(f"{policy}: sums in 16 bits are for one GPU, not for {self.ranks}; leave sums at 32-bit")
         if slices not in (None, self.ranks) and any(t.spread > 1 for t in workload.tensors):
             raise CannotPlan(f"{policy}: replicas have all experts each; leave replicas or ep out")
         self.layout = layout or build_layout(

@@ -36,7 +36,13 @@ def prepared(kit: Any) -> Iterator[Callable[..., Any]]:
     sessions: list[Any] = []
 
     def make(
-        model: nn.Module, *, micro_batches: int = 1, update: str = "step", policy: str = "tide", **spec: Any
+        model: nn.Module,
+        *,
+        micro_batches: int = 1,
+        update: str = "step",
+        policy: str = "tide",
+        sums: str = "32-bit",
+        **spec: Any,
     ) -> Any:
         batch = {"x": torch.randn(2, 8, dtype=next(model.parameters()).dtype)}
 
@@ -45,7 +51,7 @@ def prepared(kit: Any) -> Iterator[Callable[..., Any]]:
 
         w = executor.capture_module(model, batch, name="head", batch=2, sequence=1, loss=loss)
         w = kit.repeat_micro_batch(w, micro_batches)
-        plan = kit.tight_plan(policy, w, Settings(update=update, clip="max_grad_norm" in spec))
+        plan = kit.tight_plan(policy, w, Settings(update=update, clip="max_grad_norm" in spec, sums=sums))
         model, optimizer = executor.prepare(model, plan, executor.AdamW(lr=0.1, **spec), watchdog_s=10)
         sessions.append(optimizer.session)
         return model, optimizer
@@ -203,6 +209,14 @@ def test_eager_updates_and_scaling(prepared: Callable[..., Any]) -> None:
     assert optimizer.session.loss_scale == 65536
     with pytest.raises(PlanError, match="has to see all gradients before any update"):
         prepared(Head().bfloat16(), update="eager", eager=True, loss_scale="dynamic")
+
+
+def test_sums_whose_overflow_no_gradient_shows_are_not_run(prepared: Callable[..., Any]) -> None:
+    with pytest.raises(
+        PlanError, match=r"sums in 16 bits of fp16 gradients, .* are planned, not run; make the plan with"
+    ):
+        prepared(Head().half(), micro_batches=2, sums="16-bit")
+    assert prepared(Head().bfloat16(), micro_batches=2, sums="16-bit")[1].session.loss_scale is None
 
 
 def test_a_part_of_the_model_on_its_own_is_refused(prepared: Callable[..., Any]) -> None:
