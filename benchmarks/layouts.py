@@ -5,9 +5,9 @@ Rows: VIA-Research/vTrain, data/ground_truth_single.csv (720, one node of 2 to 8
 (reentrant), run 1F1B in fp16 with Adam, and keep everything on the GPUs: `all_on_gpu` plans them. What the files do not
 say is assumed: a vocabulary of 51,200, a tied head, attention by matrix products, clipping, and what Megatron does
 without a flag: sums of gradients in fp16, and dropout, as in layouts_memory.py. And of layouts.csv, by `system`, the
-iterations that recompute everything: BigScience's trials for a model of 176 billion parameters on 8 to 384 GPUs (tr11, chronicles-prequel), and those of
-Korthikanti et al., 2022, table 5. BigScience shards the states (ZeRO-1); here each rank has all, on GPUs with room for
-them, which costs a tenth of a second.
+iterations that recompute everything: BigScience's trials for a model of 176 billion parameters on 8 to 384 GPUs (tr11,
+chronicles-prequel), and those of Korthikanti et al., 2022, table 5. BigScience shards the states (ZeRO-1); here each
+rank has all, on GPUs with room for them, which costs a tenth of a second.
 
 [Note: many micro-batches] With more than FOLD per stage, the seconds are those of two runs with fewer, and from there a
 straight line: in the middle of 1F1B every micro-batch takes as long.
