@@ -153,24 +153,25 @@ def with_room(
     def planner(asked: Settings) -> Callable[[Machine], Plan]:
         return lambda where: plan_with(where, asked)
 
-    plan_on = planner(settings)
-    if machine.nvme is not None and not can(policy).counts_host:
+    plan_on, able = planner(settings), can(policy)
+    if machine.nvme is not None and not able.counts_host:
+        if settings.any_will_do or not able.searches:
+            return _from_disks(plan_on, plan_on, machine, loading)
         if _has_room(planner(replace(settings, effort=ANY_PLAN)), machine, loading):
             plan = plan_on(machine)
             if _shortage_of(plan, machine, loading) is None:
                 return plan
         rounded = replace(settings, chunk_bytes=_least_rounded(policy, workload, machine, settings))
-        any_on = planner(replace(rounded, effort=ANY_PLAN))
-        plan = _from_disks(planner(rounded), any_on, machine, loading, halves=HALVES)
+        plan = _from_disks(planner(rounded), planner(replace(rounded, effort=ANY_PLAN)), machine, loading)
         return replace(plan, settings=settings)
     plan = plan_on(machine)
-    if can(policy).counts_host:
+    if able.counts_host:
         return plan
     refusal = _shortage_of(plan, machine, loading)
     smaller = _shrunk(plan_on, plan, machine, loading)
     if smaller is not None:
         return smaller
-    if can(policy).point is not None:
+    if able.point is not None:
         # its own need, with as little on the host as it can do with, is the reason or a last chance
         need = memory_need(policy, workload, machine, settings, loading=loading, others=False, fewest=False)
         smaller = _planned_within(plan_on, machine, need.payload_bytes)
@@ -220,20 +221,18 @@ def _from_disks(
     any_on: Callable[[Machine], Plan],
     machine: Machine,
     loading: Loading,
-    *,
-    halves: int,
 ) -> Plan:
     """[Note: less of the host, more on disks]. Raises DoesNotFit.
 
     any_on: without a search.
     """
     try:
-        budget_bytes, need = _most_on_host(any_on, machine, loading, halves=halves)
+        budget_bytes, need = _most_on_host(any_on, machine, loading, halves=HALVES)
     except DoesNotFit:
         if any_on is plan_on:
             raise
         any_on = plan_on  # a search may find other chunk sizes or policies that have room
-        budget_bytes, need = _most_on_host(plan_on, machine, loading, halves=halves)
+        budget_bytes, need = _most_on_host(plan_on, machine, loading, halves=HALVES)
     found = need.plan
     assert found is not None
     for _ in range(MOST_SHORT if any_on is not plan_on else 0):
@@ -246,56 +245,79 @@ def _from_disks(
 
 
 def _most_on_host(
-    plan_on: Callable[[Machine], Plan], machine: Machine, loading: Loading, *, halves: int
+    plan_on: Callable[[Machine], Plan], machine: Machine, loading: Loading, *, halves: int, asked: bool = True
 ) -> tuple[int, Need]:
     """Host budget, and the need of the plan for it that has room on the machine. Raises DoesNotFit.
 
     halves: 0 for any plan that has room.
+    asked: whether the plan for the whole host may have room.
     """
-    plan, whole = plan_on(machine), machine.host_budget_bytes
+    whole = high = machine.host_budget_bytes
+    refused, budget_bytes, named = 0, 1, False
     short: DoesNotFit | None = None
-    if halves or not _surely_short(plan, loading):
-        need = need_of_plan(plan, loading)
-        if (short := host_shortage(need, machine)) is None:
-            return whole, need
-    shorts: list[DoesNotFit] = []
-
-    def refusal() -> DoesNotFit:
-        first = short or _shortage_of(plan, machine, loading)
-        return min(filter(None, (first, *shorts)), key=lambda one: one.needed_bytes)
-
-    refused, high, uses_disks = 0, whole, True
-    budget_bytes = max(1, whole - short.short_bytes) if halves and short else 1
+    latest: DoesNotFit | None = None
+    if asked:
+        plan = plan_on(machine)
+        if halves or not _surely_short(plan, loading):
+            need = need_of_plan(plan, loading)
+            if (short := host_shortage(need, machine)) is None:
+                return whole, need
+            budget_bytes = max(1, whole - short.short_bytes) if halves else 1
     for _ in range(2 * MOST_SHORT):
         try:
             need = need_of_plan(plan_on(_with_host_budget(machine, budget_bytes)), loading)
-        except DoesNotFit as refused_there:
-            refused = budget_bytes
-            wanted_bytes = _wanted_bytes(refused_there, refused)
-            if wanted_bytes >= high and not uses_disks:
-                raise refusal() from None  # there is a plan only where there is no room
-            budget_bytes = wanted_bytes if refused < wanted_bytes < high else (refused + high) // 2
-            continue
-        assert need.plan is not None
-        still = host_shortage(need, machine)
-        if still is None:
+        except DoesNotFit as refusal:
+            latest, refused, wanted_bytes = refusal, budget_bytes, _wanted_bytes(refusal, budget_bytes)
+            named = refused < wanted_bytes < high
+            budget_bytes = wanted_bytes if named else (refused + high) // 2
+            if not named and short is None:
+                need = need_of_plan(plan_on(machine), loading)
+                if (short := host_shortage(need, machine)) is None:
+                    return whole, need
+            if wanted_bytes < high:
+                continue
             break
-        shorts.append(still)
-        high, uses_disks = budget_bytes, need.plan.nvme_budget_bytes > 0
+        if (still := host_shortage(need, machine)) is None:
+            return _nearest_the_whole(plan_on, machine, loading, budget_bytes, need, high, short, halves=halves)
+        short, high = still, budget_bytes
+        if named:
+            break
         budget_bytes = (refused + high) // 2
-    else:
-        raise refusal()
-    low = budget_bytes
+    reason = short or latest
+    assert reason is not None
+    raise reason
+
+
+def _nearest_the_whole(
+    plan_on: Callable[[Machine], Plan],
+    machine: Machine,
+    loading: Loading,
+    low: int,
+    need: Need,
+    high: int,
+    short: DoesNotFit | None,
+    *,
+    halves: int,
+) -> tuple[int, Need]:
+    """low, need: of a plan that has room.
+    high, short: the same of one that has none.
+    """
+    whole = machine.host_budget_bytes
+    over_bytes = 0 if short is None else short.short_bytes
     for _ in range(halves):
         left_bytes = whole - need.host_bytes
         if left_bytes <= whole >> CLOSE:
             break
-        budget_bytes = low + left_bytes if low + left_bytes < high else (low + high) // 2
+        aim_bytes = left_bytes - (whole >> CLOSE + 1)  # where what is left would be half of that
+        times = aim_bytes / (left_bytes + over_bytes) if over_bytes else 0.5
+        budget_bytes = low + round((high - low) * times)
         more = _planned_within(plan_on, machine, budget_bytes)
-        if more is not None and host_shortage(more_need := need_of_plan(more, loading), machine) is None:
+        more_need = None if more is None else need_of_plan(more, loading)
+        if more_need is not None and host_shortage(more_need, machine) is None:
             low, need = budget_bytes, more_need
         else:
             high = budget_bytes
+            over_bytes = 0 if more_need is None else more_need.host_bytes - whole
     return low, need
 
 
@@ -304,23 +326,6 @@ def _surely_short(plan: Plan, loading: Loading) -> bool:
     w, machine = plan.workload, plan.machine
     beside = max(_buffer_bytes(plan), 0 if machine.unified else loading.startup_bytes(w, machine.local_ranks))
     return sum(host_payloads(plan).values()) + beside > machine.host_budget_bytes
-
-
-def _least_need(plan_on: Callable[[Machine], Plan], machine: Machine, loading: Loading) -> Need | None:
-    """Of the plan for the least host memory; None if that has no room, or is not found in a few tries."""
-    budget_bytes, wanted_bytes = 0, 1
-    for _ in range(MOST_SHORT):
-        if not budget_bytes < wanted_bytes <= machine.host_budget_bytes:
-            break
-        budget_bytes = wanted_bytes
-        try:
-            need = need_of_plan(plan_on(_with_host_budget(machine, budget_bytes)), loading)
-        except DoesNotFit as refusal:
-            wanted_bytes = _wanted_bytes(refusal, budget_bytes)
-            continue
-        assert need.plan is not None
-        return replace(need, plan=_moved(need.plan, machine)) if host_shortage(need, machine) is None else None
-    return None
 
 
 def _wanted_bytes(refusal: DoesNotFit, budget_bytes: int) -> int:
@@ -383,18 +388,15 @@ def memory_need(
         def plan_on(where: Machine) -> Plan:
             return function(workload, where, asked)
 
-        # A host known to be short has disks beside it, or the policy would have been refused above.
-        need = None if refusal is None or fewest or not on_disks else _least_need(plan_on, machine, loading)
-        if need is None:
-            if on_disks and not fewest:
-                _, need = _most_on_host(plan_on, machine, loading, halves=0)
-            elif on_disks:
-                plan = with_room(partial(function, workload), policy, workload, machine, settings, loading=loading)
-                need = need_of_plan(plan, loading)
-            else:
-                need = need_of_plan(plan_on(machine), loading)
-            if not able.counts_host:
-                _check_host(need, machine)
+        if on_disks and not fewest:
+            _, need = _most_on_host(plan_on, machine, loading, halves=0, asked=refusal is None)
+        elif on_disks:
+            plan = with_room(partial(function, workload), policy, workload, machine, settings, loading=loading)
+            need = need_of_plan(plan, loading)
+        else:
+            need = need_of_plan(plan_on(machine), loading)
+        if not able.counts_host:
+            _check_host(need, machine)
     except DoesNotFit:
         if refusal is None or machine.nvme is not None:
             raise
@@ -608,7 +610,8 @@ def need_with_room(
         else:
             return None
         try:
-            need = memory_need(policy, workload, roomy, settings, loading=loading, others=False)
+            asked = replace(settings, effort=ANY_PLAN)
+            need = memory_need(policy, workload, roomy, asked, loading=loading, others=False)
         except DoesNotFit as still:
             error = still
             continue

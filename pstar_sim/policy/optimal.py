@@ -63,7 +63,7 @@ OPTIONS = {
     ),
 }
 CAPABILITIES = Capabilities(
-    point=POINT, tries_others=True, fastest_shares=True, shards={"parameters": "shard=parameters"}
+    point=POINT, searches=True, tries_others=True, fastest_shares=True, shards={"parameters": "shard=parameters"}
 )
 _WORDS = dict(
     zip(ORDERS, ("micro-batch by micro-batch", "layer by layer", "layer by layer with the boundaries on the host"))

@@ -289,7 +289,7 @@ def test_with_disks_few_of_the_plans_are_searched_for_most_of_the_host() -> None
 
 
 def test_a_policy_that_leaves_the_disks_alone_is_asked_for_its_smallest_plan_alone() -> None:
-    """With 1.3 GB: as the host is, then with the fewest bytes, of which a byte less is refused."""
+    """With 1.3 GB: as the host is, then with the fewest bytes, which the refusal of one byte names."""
     w, hosts = preset("gpt2", batch=1, seq=64), list[int]()
 
     def patrickstar(w: ps.Workload, m: ps.Machine, s: ps.Settings) -> ps.Plan:
@@ -298,8 +298,8 @@ def test_a_policy_that_leaves_the_disks_alone_is_asked_for_its_smallest_plan_alo
 
     short = shortage(patrickstar, w, beside_disks("3.3GB", 10 * GB), ps.Settings())
     assert short is not None and short.place == "host" and "while they are loaded" in short.what
-    whole, least, smallest, below = hosts
-    assert whole == 1300 * MB and least == 1 and least < below < smallest < whole
+    whole, least, smallest = hosts
+    assert whole == 1300 * MB and least == 1 and least < smallest < whole
 
 
 def test_with_disks_the_need_is_that_of_the_smallest_plan() -> None:

@@ -26,8 +26,8 @@ def disk_s(job: Job, *, in_turns: bool = False) -> float:
 def with_disks(job: Job, modes: Modes) -> Modes:
     """The states of as few chunks go to the machine's disks as payloads allow: those used last, with the longest time
     between last gradient and next use. Modes stay where the host has room without disks, or there are none. Where disks
-    have too little room, or the host has none even so, they say what would have to be on disks: `check_host` refuses
-    them. A third chunk is on its way, so that reads and writes go on together, where that is faster than turns.
+    have too little room, or the host has none even so, they are those with the least need: `check_host` refuses them. A
+    third chunk is on its way, so that reads and writes go on together, where that is faster than turns.
     """
     budget_bytes, disk_bytes = job.machine.host_budget_bytes, job.machine.nvme_budget_bytes
     needed_bytes = needed_on_host(job, modes)
@@ -68,8 +68,8 @@ def _fewest(states_bytes: Sequence[int], short_bytes: int, passing_chunks: int) 
 
 
 def _wholly(job: Job, modes: Modes, order: Sequence[int], passing_chunks: int) -> Modes | None:
-    """As few of these chunks as payloads allow, on the disks with all lists; None where that gives too little room, or
-    several micro-batches add up gradients on the host."""
+    """As few of these chunks as payloads allow, on the disks with all lists; where that gives too little room, None, or
+    with one passing chunk those with the least need. None where several micro-batches add up gradients on the host."""
     if job.several:
         return None
     order = [c for c in order if c not in modes.streamed]
@@ -78,9 +78,7 @@ def _wholly(job: Job, modes: Modes, order: Sequence[int], passing_chunks: int) -
     for c in reversed(order):
         rest.append(nlargest(passing_chunks, [*rest[-1], job.states_bytes(c)]))
     needed_bytes, disk_bytes = needed_on_host(job, modes), sum(map(job.states_bytes, modes.on_disks))
-    if needed_bytes - sum(job.sizes[c] for c in order) > job.machine.host_budget_bytes:
-        return None
-    passing, largest = list[int](), 0
+    passing, largest, least = list[int](), 0, (needed_bytes + sum(rest[-1]), 0)
     for count, c in enumerate(order, start=1):
         passing = nlargest(passing_chunks, [*passing, job.states_bytes(c) + job.sizes[c]])
         largest = max(largest, job.sizes[c])
@@ -89,6 +87,8 @@ def _wholly(job: Job, modes: Modes, order: Sequence[int], passing_chunks: int) -
         if disk_bytes > job.machine.nvme_budget_bytes:
             break
         room_bytes = trips_bytes([largest]) + sum(nlargest(passing_chunks, passing + rest[-1 - count]))
-        if needed_bytes + room_bytes <= job.machine.host_budget_bytes:
-            return replace(modes, wholly_on_disks=frozenset(order[:count]))
-    return None
+        least = min(least, (needed_bytes + room_bytes, count))
+        if least[0] <= job.machine.host_budget_bytes:
+            break
+    fits = least[0] <= job.machine.host_budget_bytes
+    return replace(modes, wholly_on_disks=frozenset(order[: least[1]])) if fits or passing_chunks == 1 else None

@@ -135,7 +135,7 @@ class Search:
         self.begun = False  # whether the starts were tried
         self.descended = False  # whether the search has gone downhill
         self.least_short_bytes = 0
-        self.reason: DoesNotFit | None = None  # why the first trial that did not fit the host did not fit
+        self.reason: DoesNotFit | None = None  # of the trials without room on the host, the least need
         self.count = len(job.candidates)
         usual = sorted(job.sizes[c] for c in job.candidates)[self.count // 2] if self.count else 1
         # Chunks (such as a vocabulary matrix) much larger than the median chunk -> how many median chunks each of them
@@ -470,7 +470,7 @@ class Search:
         try:
             check_host(self.job, modes)
         except DoesNotFit as reason:
-            self.reason = self.reason or reason
+            self.reason = reason.or_less(self.reason)
             return False
         return True
 

@@ -138,7 +138,7 @@ class _Sizes:
         self._later: list[Layout] = []  # layouts with which an attempt takes too much effort for a look
         self._in_vain: Counter[Search] = Counter()  # continuations of a search since its best trial became faster
         self.tried: dict[str, str] = {}
-        self._reason: DoesNotFit | None = None  # why the first size that did not fit did not fit
+        self._reason: DoesNotFit | None = None  # why no size fits, with the least need
 
     def _layout(self, chunk_bytes: int | None) -> Layout:
         return build_layout(
@@ -205,7 +205,7 @@ class _Sizes:
         try:
             check_gpu(job)
         except DoesNotFit as reason:
-            self._reason = self._reason or reason
+            self._reason = reason.or_less(self._reason)
             return
         short = None if self._short is None else self._job(self._short, point=point, layout=layout)
         search = Search(job, short)
@@ -213,7 +213,7 @@ class _Sizes:
         if search.fastest:
             self.searches.append(search)
         else:
-            self._reason = self._reason or search.short()
+            self._reason = search.short().or_less(self._reason)
 
     def _look_elsewhere(self) -> None:
         """With constant capacity: room at low tide is sometimes better left to chunks that pass."""

@@ -24,7 +24,7 @@ __all__ = ["CAPABILITIES", "OPTIONS", "static_partition"]
 
 POINT = Point(capacity="peak")
 OPTIONS = point_options(POINT)
-CAPABILITIES = Capabilities(point=POINT, shards={"parameters": ""})
+CAPABILITIES = Capabilities(point=POINT, searches=True, shards={"parameters": ""})
 
 
 def static_partition(workload: Workload, machine: Machine, settings: Settings, **changes: Unpack[Coordinates]) -> Plan:

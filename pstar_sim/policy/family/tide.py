@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["CAPABILITIES", "OPTIONS", "tide"]
 
 OPTIONS = point_options(Point())
-CAPABILITIES = Capabilities(point=Point(), yardstick=True, shards={"parameters": ""})
+CAPABILITIES = Capabilities(point=Point(), searches=True, yardstick=True, shards={"parameters": ""})
 
 
 def tide(workload: Workload, machine: Machine, settings: Settings, **changes: Unpack[Coordinates]) -> Plan:

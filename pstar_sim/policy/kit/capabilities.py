@@ -21,6 +21,7 @@ class Capabilities:
     """point: in the asynchronous family, whose checks of room need no plan; None outside.
     tries_others: also other chunk sizes and policies: own checks are not final, the plan is at least as fast as theirs,
         and takes seconds.
+    searches: with more effort (`Settings.effort`) plans may be faster.
     one_at_a_time: copies, updates and computing wait for each other; an ablation begins with such a one.
     near: outside the family, the point most like it, where an ablation goes on, None: the plainest.
     yardstick: asked by default about many machines.
@@ -39,6 +40,7 @@ class Capabilities:
 
     point: Point | None = None
     tries_others: bool = False
+    searches: bool = False
     one_at_a_time: bool = False
     near: Point | None = None
     yardstick: bool = False

@@ -42,7 +42,7 @@ from pstar_sim.workload.workload import Workload
 
 __all__ = ["CAPABILITIES", "OPTIONS", "stronghold"]
 
-CAPABILITIES = Capabilities(near=Point(capacity="peak", eviction="lru", prefetch=1, adam="fifo"))
+CAPABILITIES = Capabilities(searches=True, near=Point(capacity="peak", eviction="lru", prefetch=1, adam="fifo"))
 OPTIONS = {
     "window": Option(
         either(one_of("auto"), whole_number(least=1)),
