@@ -58,6 +58,7 @@ CASES = (
     Case("bf16", 1, "step", "tide", host_share=0.6),
     Case("fp32", 4, "step", "optimal", host_share=0.6),
     Case("fp32", 1, "eager", "stronghold", host_share=0.3),
+    Case("fp32", 1, "step", "tide", host_share=0.3),
     Case("bf16", 2, "step", "zero_infinity:params=nvme,states=nvme,subgroup=30000", host_share=0.8),
 )
 

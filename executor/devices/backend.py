@@ -28,7 +28,7 @@ from pstar_sim.core.step import Queue
 from pstar_sim.errors import OutOfMemory
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8  # options of mallopt
-_LARGE_BYTES = 4 << 20
+_LARGE_BYTES = 1 << 20
 
 
 class Backend(Protocol):

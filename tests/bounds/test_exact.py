@@ -111,6 +111,15 @@ def test_states_on_disks_by_hand() -> None:
     assert [exact_optimum(replace(t, host=room)) for room in (2, 1)] == [9, 13]
 
 
+def test_reads_beside_writes_take_no_longer_than_turns() -> None:
+    """Three layers with room for two states, which take 6 units to read or write. One change of places in each
+    iteration: 12 units in turns, and 17 units in two iterations in which the disks wait for gradients and updates, 41.
+    A read beside a write, both at full speed, hides one of them; where the write then has half its speed, none."""
+    t = tiny(layers=3, tide=(0,) * 6, host=2, read=6, write=6)
+    found = [exact_optimum(replace(t, beside=beside)) for beside in (None, (2, 2, 1), (1, 1, 1))]
+    assert found == [Fraction(41, 2), Fraction(41, 2), 20]
+
+
 @pytest.mark.parametrize(("rooms", "parts"), [(1, 1.5), (2, 0.5)])
 def test_behind_a_barrier_what_has_no_room_moves_beside_no_pass_after_the_last_first_read(
     rooms: int, parts: float
@@ -129,7 +138,8 @@ def test_behind_a_barrier_what_has_no_room_moves_beside_no_pass_after_the_last_f
 @pytest.mark.parametrize(("layers", "rooms"), [(3, 1), (3, 2), (2, 1)])
 def test_bounds_with_disks_are_below_the_exact_optimum_and_plans_above_it(layers: int, rooms: int, whole: bool) -> None:
     """States are twice as large as working lists and have no room on the GPU; the host has room for one or two. Two
-    layers have two or three micro-batches."""
+    layers have two or three micro-batches. Disks take turns, read at full speed beside writes, or slow one another
+    down: then the helper's optimum is one of fewer schedules, and says nothing of plans."""
     compared: list[float] = []
 
     @hypothesis.settings(max_examples=100 if whole else 3)
@@ -145,12 +155,14 @@ def test_bounds_with_disks_are_below_the_exact_optimum_and_plans_above_it(layers
             host=rooms,
             read=chance.choice((1, 2, 12)),
             write=chance.choice((1, 3, 18)),
+            beside=chance.choice((None, (1, 1, 1), (2, 2, 1), (3, 2, 2))),
         )
         try:
             best = exact_optimum(t, most_states=10 * MOST_STATES)
         except MemoryError:
             return
-        found = compare_tiny(t, (best, best), ("tide", "optimal", "static_partition"))
+        exact = t.beside in (None, (1, 1, 1))
+        found = compare_tiny(t, (best, best), ("tide", "optimal", "static_partition") if exact else ())
         assert not found.wrong, found
         compared.append(found.joint)
 

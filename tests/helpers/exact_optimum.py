@@ -3,9 +3,12 @@
 A chain of layers, one chunk each; one optimizer state of 4 bytes per parameter. The working list and a gradient fill
 one slot of the GPU, the state and a sum of gradients `wide` slots (1: fp32, 2: two-byte dtypes). All durations are
 whole units. Copies and Adam do not slow one another down, and the host has room for everything, or for all but a number
-of states (`Tiny.host`). Then the others are on disks, which read or write one state at a time. A state is read before
-an update on the CPU and written after it, in any order and as often as room wants it; which states stay is not chosen
-beforehand. Updates on the GPU are not searched with disks.
+of states (`Tiny.host`). Then the others are on disks, which read or write one state at a time, or, with `Tiny.beside`,
+read one while they write another. A state is read before an update on the CPU and written after it, in any order and as
+often as room wants it; which states stay is not chosen beforehand. Updates on the GPU are not searched with disks.
+
+Where a read and a write slow one another down, they end at the next whole unit, and neither waits for a time at which
+nothing ends: there the least of these schedules is searched, and the optimum may be lower.
 
 Space of schedules: every order of steps that core/step.py describes and the checker accepts, of any period. For each
 chunk and the whole schedule two things are chosen, a `Way`: Adam on the CPU or on the GPU; and whether the gradients of
@@ -89,6 +92,7 @@ class Tiny:
     order: (layer, backward, micro-batch) of each moment; None: depth-first.
     host: states for which the host has room; None: all, and no disks.
     read, write: units that the disks take for a state.
+    beside: speeds of a read alone or a write alone, and of a read and a write together; None: they take turns.
     """
 
     layers: int
@@ -109,6 +113,7 @@ class Tiny:
     host: int | None = None
     read: int = 1
     write: int = 1
+    beside: tuple[int, int, int] | None = None
 
     @property
     def moments(self) -> tuple[tuple[int, bool, int], ...]:
@@ -249,15 +254,19 @@ class _Graph:
         before_last = self.backward & (self.batch == t.micro_batches - 2)
         # of each chunk: the moment of the last gradient that has a list of its own
         self.own_last = [max(np.flatnonzero(before_last & (self.layer == i)), default=-1) for i in range(t.layers)]
-        self.disks = 10 + 5 * t.layers  # what they do, units left of it, and where each chunk's state is
-        self.queues = (*_QUEUES, (self.disks, self.disks + 1))
-        self.rows = self.disks + 2 + t.layers
+        # the chunk that is read, + 1, what is left of it, the same of writes, and where each chunk's state is
+        self.reads = 10 + 5 * t.layers
+        self.writes = self.reads + 2
+        self.queues = (*_QUEUES, (self.reads, self.reads + 1), (self.writes, self.writes + 1))
+        self.rows = self.reads + 4 + t.layers
+        self.alone, *self.together = t.beside or (1, 1, 1)
         most = max(int(self.length.max()), t.gpu_adam, t.cpu_adam + 2 * t.cpu_add, t.wide * t.up, t.wide * t.down) + 1
         queues = [self.count, 2 + t.layers, most, *([1 + 5 * t.layers, most] * 2), 1 + 3 * t.layers, most]
         alone = t.micro_batches == 1 and not any(way.on_gpu for way in ways)  # without W, S, X
-        on_disks = [1, 1] + t.layers * [1]
+        on_disks = (4 + t.layers) * [1]
         if t.host is not None:
-            on_disks = [1 + 2 * t.layers, max(t.read, t.write) + 1] + t.layers * [3]
+            work = (self.alone * t.read + 1, self.alone * t.write + 1)
+            on_disks = [1 + t.layers, work[0], 1 + t.layers, work[1]] + t.layers * [3]
         radix = [*queues, *([3, 2, *([1, 1, 1] if alone else [5, 4, 3])] * t.layers), *on_disks]
         self.place = np.cumprod([1, *radix[:-1]], dtype=np.float64)
         if self.place[-1] * radix[-1] >= 2**62:
@@ -310,10 +319,15 @@ class _Graph:
         ended."""
         for stage in (self._compute, self._up, self._down, self._cpu, self._disks):
             x = stage(x)
-        left = np.stack([np.where(x[what] > 0, x[units], 2**30) for what, units in self.queues]).min(axis=0)
+        together = (x[self.reads] > 0) & (x[self.writes] > 0)
+        speeds = [np.ones_like(x[0]) for _ in _QUEUES] + [np.where(together, k, self.alone) for k in self.together]
+        lefts = [
+            np.where(x[what] > 0, -(-x[units] // speed), 2**30) for (what, units), speed in zip(self.queues, speeds)
+        ]
+        left = np.stack(lefts).min(axis=0)
+        for (what, units), speed in zip(self.queues, speeds):
+            x[units] = np.maximum(0, x[units] - np.where(x[what] > 0, speed * left, 0))
         x, left = x[:, left < 2**30], left[left < 2**30]
-        for what, units in self.queues:
-            x[units] -= np.where(x[what] > 0, left, 0)
         done = self._end(x)
         different = _different(done, left, self.keys(x), x[_FROM])
         return x[:, different], left[different], done[different]
@@ -458,22 +472,23 @@ class _Graph:
         else:
             ready &= (p == _HOST) & ((w == _NO_W) | (w == _W_HOST))
         if t.host is not None:
-            ready &= (x[self._state(i)] != _ON_DISKS) & (x[self.disks] != self._writes(i))
+            ready &= (x[self._state(i)] != _ON_DISKS) & (x[self.writes] != 1 + i)
         return ready & self._norm_is_there(x)
 
     def _disks(self, x: _States) -> _States:
         if self.t.host is None:
             return x
-        made, idle = [x], x[self.disks] == 0
-        for i in range(self.t.layers):
-            state, rests = x[self._state(i)], x[_CPU] != 1 + 3 * i + _UPDATE
-            reads, writes = idle & (state == _ON_DISKS), idle & (state == _DIRTY) & rests
-            made.append(_with(x[:, reads], self.disks, self._writes(i) - 1, self.disks + 1, self.t.read))
-            made.append(_with(x[:, writes], self.disks, self._writes(i), self.disks + 1, self.t.write))
-        x, fitting = np.concatenate(made, axis=1), []
+        for queue, other, work in ((self.reads, self.writes, self.t.read), (self.writes, self.reads, self.t.write)):
+            made, idle = [x], (x[queue] == 0) & ((x[other] == 0) | (self.t.beside is not None))
+            for i in range(self.t.layers):
+                state, rests = x[self._state(i)], x[_CPU] != 1 + 3 * i + _UPDATE
+                ready = idle & (state == _ON_DISKS if queue == self.reads else (state == _DIRTY) & rests)
+                made.append(_with(x[:, ready], queue, 1 + i, queue + 1, self.alone * work))
+            x = np.concatenate(made, axis=1)
+        fitting = []
         while x.shape[1]:
             states = x[self._state(0) : self._state(self.t.layers)]
-            over = (states != _ON_DISKS).sum(axis=0) + x[self.disks] % 2 > self.t.host
+            over = (states != _ON_DISKS).sum(axis=0) + (x[self.reads] > 0) > self.t.host
             fitting.append(x[:, ~over])
             x = x[:, over]
             given_up = [
@@ -486,11 +501,7 @@ class _Graph:
 
     def _state(self, chunk: int) -> int:
         """The row of the chunk's state."""
-        return self.disks + 2 + chunk
-
-    def _writes(self, chunk: int) -> int:
-        """What the disks do when they write the chunk's state; when they read it, one less."""
-        return 2 + 2 * chunk
+        return self.reads + 4 + chunk
 
     def _folded(self, x: _States, i: int, way: Way) -> _States:
         """Returns the number of gradients that an update on the CPU adds up itself: the last gradient, which is added
@@ -605,7 +616,8 @@ class _Graph:
         x[self.row(i, _W), ends[_W]] = np.where(way.on_gpu & self._all_own(x, i), _W_BOTH, _W_HOST)[ends[_W]]
 
     def _end_on_cpu(self, x: _States, i: int, way: Way) -> None:
-        x[self._state(i), (x[self.disks + 1] == 0) & ((x[self.disks] + 1) // 2 == 1 + i)] = _CLEAN
+        for queue in (self.reads, self.writes):
+            x[self._state(i), (x[queue + 1] == 0) & (x[queue] == 1 + i)] = _CLEAN
         ended = np.where(x[_CPU_LEFT] == 0, x[_CPU], 0)
         updated = ended == 1 + 3 * i + _UPDATE
         if self.t.host is not None:

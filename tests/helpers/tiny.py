@@ -100,6 +100,13 @@ def as_job(t: Tiny, sums: str = "32-bit") -> tuple[Workload, Machine, Settings]:
             name="tiny", memory_bytes=2**40, read_bytes_per_s=wide * LAYER / t.read,
             write_bytes_per_s=wide * LAYER / t.write, latency_s=0.0, measured=False, source="tiny",
         )  # fmt: skip
+        if t.beside is not None:
+            read, write = (together / t.beside[0] for together in t.beside[1:])
+            beside = {
+                "read_beside_bytes_per_s": read * disks.read_bytes_per_s,
+                "write_beside_bytes_per_s": write * disks.write_bytes_per_s,
+            }
+            disks = replace(disks, **beside)
         host = replace(m.host, memory_bytes=room_bytes + m.host.reserved_bytes)
         m = replace(m, host=host, nvme=disks)
     # bytes that an add on the GPU moves, beside copying the gradient
