@@ -43,6 +43,7 @@ _MEANT: Mapping[str, tuple[str, ...]] = {
     _FSDP: ("fsdp", "fsdp2", "ddp", "hsdp", "shardingstrategy"),
     _LIGER: ("liger", "ligerkernel", "useligerkernel"),
     "DoRA is --lora r=16,dora": ("dora", "usedora", "peftusedora"),
+    "AdamW in 8 bits is --optimizer adamw-8bit": ("8bitadam", "adam8bit", "8bit", "8bitoptimizer", "pagedadam8bit"),
     "rsLoRA is --lora r=16,rs": ("rslora", "userslora", "peftuserslora"),
     "modules of adapters are --lora r=16,targets=NAME+NAME,save=NAME+NAME": (
         *("targetmodules", "loratargetmodules", "loratarget", "modulestosave", "loramodulestosave"),

@@ -134,30 +134,30 @@ class Catalog:
     def framework(self, name: str) -> Framework:
         return Framework(**_figures(Framework, self.frameworks[name]))
 
-    def _known_machine(self, name: str) -> str:
-        """In the catalog, for 8xa100-80, and a GPU alone, such as H100 or 8 x H100, where one machine alone has so many
-        of it; else as it is."""
+    def _known_machines(self, name: str) -> list[str]:
+        """In the catalog, for 8xa100-80, and a GPU alone, such as H100 or 8 x H100: all machines that have so many of
+        it."""
         number = re.fullmatch(r"(\d{1,3}) ?[x*] ?(.+)|(.+?) ?[x*] ?(\d{1,3})", name)  # more are a model: rtx3090
         gpu, count = (name, "1") if number is None else (number[2] or number[3], number[1] or number[4])
         for known in (spelled(name, self.machines), spelled(f"{gpu}x{count}", self.machines)):
             if known in self.machines:
-                return known
+                return [known]
         word = letters(gpu).removesuffix("gb")
         word = f"rtx{word}" if word.isdecimal() else word
-        alike = [
+        return [
             known
             for known, entry in self.machines.items()
             if entry.values.gpu is not None and entry.values.gpus == int(count)
             if word in (letters(entry.values.gpu), letters(entry.values.gpu.split("-")[0]))
             and known.startswith(word[:4])
         ]
-        return alike[0] if len(alike) == 1 else name
 
     def machine(self, name: str) -> Machine:
         """Raises UnknownName, and CatalogError for a part in no table."""
-        name = self._known_machine(name)
-        if name not in self.machines:
-            raise UnknownName("machine", name, (*self.machines, "here"), _OTHER_MACHINE)
+        alike = self._known_machines(name)
+        if len(alike) != 1:
+            raise UnknownName("machine", name, tuple(alike) or (*self.machines, "here"), _OTHER_MACHINE)
+        (name,) = alike
         e = self.machines[name]
         given = e.values
         wrong = Refusals()

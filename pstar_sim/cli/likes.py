@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,7 @@ Like = Annotated[
 ]
 
 OURS = ("optimal",)
-"""Policies that `compare` has beside configurations where no policy is named."""
+"""Policies that `compare` has beside configurations."""
 
 
 _PLAIN = "predicted with weights in {}: autocast over fp32 weights takes more memory"
@@ -61,8 +61,12 @@ class Likes:
         flags."""
         given = {name: getattr(job, name) for name in _JOB}
         asked = {name: say(machine) for name, say in _JOB.items()}
-        if given["dtype"] not in (None, MASTER) or getattr(job, "trace", None) is not None:
-            del asked["autocast"]  # the weights are in 16 bits, or were traced as they run
+        if getattr(job, "trace", None) is not None:  # it has what ran
+            asked = {name: say for name, say in asked.items() if name not in _OF_PRESETS}
+        elif given["dtype"] not in (None, MASTER):
+            del asked["autocast"]  # the weights are in 16 bits
+        if given["checkpointing"] is not None and all("recompute" in c.defaults for _, c in self.configurations):
+            asked.pop("recompute", None)  # of all blocks, or of none
         filled = {name: self._answer(name, say, given[name]) for name, say in asked.items()}
         if filled.get("autocast") and given["autocast"] is None and _not_under_autocast(job):
             filled |= {"autocast": None, "dtype": filled["autocast"]}  # predict() notes it
@@ -145,12 +149,25 @@ class Likes:
                 raise PstarError(f"{label}: {error}") from error
             if configuration.autocast and not job.autocast and job.dtype == configuration.autocast:
                 made = made.noted(_PLAIN.format(configuration.autocast))
+            made = made.noted(*decided(configuration, machine, job, setting))
             if job.lora is not None:
                 made = made.noted(workloads[0].notes)
             if job.checkpointing is None:
                 made = made.noted(_assumed(recomputed=workloads[0].checkpointing))
             found.append(made)
         return tuple(found)
+
+
+def decided(c: Configuration, machine: Machine, job: Any, setting: SettingFlags) -> Iterator[str]:
+    """In what a prediction differs from the file."""
+    values = {name: getattr(job, name) for name in _JOB} | {"clip": setting.clip}
+    for name in c.defaults:
+        said = c.clip if name == "clip" else _JOB[name](machine)(c)
+        if None not in (said, values[name]) and said != values[name]:
+            yield f"{_flag(name, values[name])} in place of {c.framework}'s default, {_words(name, said)}"
+    traced = [name for name in _OF_PRESETS if vars(c).get(name)] if getattr(job, "trace", None) is not None else []
+    if traced:
+        yield f"{' and '.join(traced)} are those of the trace, whatever the file says"
 
 
 def _as_here(name: str, value: Any) -> Any:
@@ -197,6 +214,9 @@ _JOB: dict[str, Callable[[Machine], Callable[[Configuration], Any]]] = {
     "seq": lambda machine: lambda c: c.detail.get("sequence"),
     **{name: partial(_axis, name) for name in all_axes()},
 }
+
+
+_OF_PRESETS = tuple(name for name, axis in all_axes().items() if axis.not_of_traces)
 
 
 def _check_train_batch(label: str, c: Configuration, filled: dict[str, Any], ranks: int) -> None:

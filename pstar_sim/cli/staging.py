@@ -96,6 +96,7 @@ def spread_like(
     flags: unknown to such an answer.
     """
     from pstar_sim.cli.inputs import machine_of
+    from pstar_sim.cli.likes import decided
     from pstar_sim.frameworks.follows import Follows, as_run, stands_for
 
     if likes.spread is None:
@@ -105,7 +106,10 @@ def spread_like(
     refuse_beside(f"--like {label} ({c.parallelism})", **flags)
     machine = machine_of(on)
     job, setting = likes.fill(job, setting, machine)
-    notes, own = list(c.notes), stands_for(c, c.data_on(machine) * c.parallelism.context)
+    notes, own = (
+        [*c.notes, *decided(c, machine, job, setting)],
+        stands_for(c, c.data_on(machine) * c.parallelism.context),
+    )
     for words in (f"predicted as {own}, {c.parallelism}", *notes):
         note(f"{label}: {words}")
     follows = Follows(replace(c, policy=own), label)

@@ -93,6 +93,10 @@ class KeyReading:
         value = self.values[name]
         return None if value == AUTO else value
 
+    def unsaid(self, facts: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+        """facts: fact -> used keys that say it."""
+        return tuple(fact for fact, names in facts.items() if self.named.isdisjoint(names))
+
     def usual(self, name: str, usual: Any) -> Any:
         """`usual` where it is missing or left to the script."""
         value = self.known(name)

@@ -38,6 +38,13 @@ _EACH = "--num-layers-per-virtual-pipeline-stage"
 _DROPOUTS = tuple(f"{what}_dropout" for what in Dropout._fields)
 _DROPPED = 0.1
 """Rate of each, if no flag says another."""
+_FACTS = {
+    "dtype": ("bf16", "fp16"),
+    "clip": ("clip",),
+    "checkpointing": ("recompute", "selective"),
+    "optimizer": ("optimizer",),
+    "dropout": _DROPOUTS,
+}
 
 KEYS = (
     used("--micro-batch-size", "batch_per_gpu", Count),
@@ -87,9 +94,8 @@ def read(content: object, file: str) -> Configuration:
     if others:
         notes.append(f"not read: {', '.join(others)}")
     unsaid = [key.path for key in KEYS if key.name in _DROPOUTS and key.name not in found.named]
-    defaults = ("dropout",) if len(unsaid) == len(_DROPOUTS) else ()
     if unsaid:
-        rate = f"{_DROPPED:g} each, unless --dropout says another" if defaults else f"{_DROPPED:g}"
+        rate = f"{_DROPPED:g} each, unless --dropout says another" if len(unsaid) > 1 else f"{_DROPPED:g}"
         notes.append(f"the file has no {' and no '.join(unsaid)}: Megatron-LM's default, {rate}")
     if found["bf16"] and found["fp16"]:
         raise PstarError(f"{file}: --bf16 and --fp16 are both given; Megatron-LM takes one of them")
@@ -126,7 +132,7 @@ def read(content: object, file: str) -> Configuration:
         dropout=str(Dropout(found["hidden_dropout"], found["attention_dropout"])),
         parallelism=None if str(spread) == str(Parallelism()) else spread,
         details=(("sequence", found["sequence"]), (_SHARE, share)),
-        defaults=defaults,
+        defaults=found.unsaid(_FACTS),
         notes=tuple(notes),
     )
 

@@ -73,6 +73,14 @@ KEYS = (
 
 _OPTIMIZERS = {"AdamW": "adamw", "Adam": "adam", "Muon": "muon"}
 """optimizer.name -> pstar_sim's name. Muon comes with branches of torchtitan; releases make the other two."""
+_FACTS = {
+    "seq": ("sequence",),
+    "dtype": ("dtype",),
+    "clip": ("clip",),
+    "checkpointing": ("recompute",),
+    "recompute": ("recompute", "every"),
+    "optimizer": ("optimizer",),
+}
 _SCHEDULES = {"1F1B": "1f1b", "GPipe": "gpipe", "Interleaved1F1B": INTERLEAVED}
 _PARTS = 2
 """Of an interleaved stage, unless the file gives its layers."""
@@ -135,6 +143,7 @@ def read(content: object, file: str) -> Configuration:
         recompute=every,
         optimizer=_OPTIMIZERS.get(found["optimizer"], "adamw"),
         details=(("sequence", found["sequence"]), ("version", 2)),
+        defaults=found.unsaid(_FACTS),
         notes=tuple(notes),
         without_effect=found.without_effect,
     )

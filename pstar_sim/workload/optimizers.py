@@ -27,6 +27,7 @@ from pstar_sim.arguments import text
 from pstar_sim.catalog.machine import ADAM_BYTES_PER_PARAM
 from pstar_sim.dtypes import MASTER, STORAGE
 from pstar_sim.errors import UnknownName
+from pstar_sim.words import meant
 
 Shape = Sequence[int]
 
@@ -366,6 +367,7 @@ ALIASES = {
     "lion_32bit": "lion-bnb",
     "adamw_torch": "adamw",
     "adamw_torch_fused": "adamw",
+    "8bit-adamw": "adamw-8bit",
 }
 """Names of frameworks and libraries, in lower case."""
 
@@ -389,5 +391,5 @@ def optimizer_spec(name: str, *, masters: str | None = None, width: int = 4) -> 
     text("optimizer", name, f"one of {', '.join(OPTIMIZERS)}")
     spec = OPTIMIZERS.get(_name_here(name))
     if spec is None:
-        raise UnknownName("optimizer", name, tuple(OPTIMIZERS), "others are not modelled", guess=False)
+        raise UnknownName("optimizer", name, tuple(OPTIMIZERS), meant(name) or "others are not modelled", guess=False)
     return spec.without_masters(width) if masters == MASTERS[1] else spec

@@ -165,6 +165,45 @@ def test_a_flag_decides_about_dropout_where_megatrons_has_none(ds: Path, capsys:
     assert "--dropout 0.1, but m.sh says 0;" in capsys.readouterr().err
 
 
+M_SH, T_TOML = "--micro-batch-size 2 --seq-length 64 --bf16", "[training]\nlocal_batch_size = 2\nseq_len = 64\n"
+LEFT_OUT = {
+    "m.sh": (M_SH, f"{M_SH} --clip-grad 1 --optimizer adam --recompute-granularity selective"),
+    "t.toml": (
+        T_TOML,
+        f'{T_TOML}max_norm = 1\nmixed_precision_param = "bfloat16"\n[activation_checkpoint]\nmode = "full"',
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("file", "flag"),
+    [
+        *(("m.sh", flag) for flag in ("--no-clip", "--optimizer sgd-momentum", "--checkpointing")),
+        *(("t.toml", flag) for flag in ("--no-clip", "--no-checkpointing", "--dtype fp32")),
+    ],
+)
+def test_a_flag_decides_about_what_a_file_leaves_to_its_framework(
+    ds: Path, file: str, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The default in whose place it stands is named; what the file itself says is not overridden."""
+    left_out, said = LEFT_OUT[file]
+    job = ["fits", "--model", "tiny-gpt2", "--machine", "h100-80", "--like", file, *flag.split()]
+    ds.with_name(file).write_text(left_out)
+    (row,) = answer(capsys, *job)
+    decided = [note for note in row["like"]["configuration"]["notes"] if " in place of " in note]
+    assert flag in [note.partition(" in place of ")[0] for note in decided]
+    ds.with_name(file).write_text(said)
+    assert main(job) == 2
+    assert f"{flag}, but {file} says " in capsys.readouterr().err
+
+
+def test_a_trace_has_its_own_kernels_whatever_the_script_says(ds: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = Path(__file__).parents[2] / "traces" / "gpt2.parquet"
+    ds.with_name("m.sh").write_text("--micro-batch-size 4 --seq-length 1024 --bf16 --hidden-dropout 0.2")
+    (row,) = answer(capsys, "fits", "--trace", str(trace), "--machine", "h100-80", "--like", "m.sh")
+    assert "kernels and dropout are those of the trace, whatever the file says" in row["like"]["configuration"]["notes"]
+
+
 def test_a_file_that_the_machine_cannot_run_is_named(ds: Path, capsys: pytest.CaptureFixture[str]) -> None:
     zero = {"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}}
     ds.write_text(json.dumps({**OFFLOAD, "zero_optimization": zero}))

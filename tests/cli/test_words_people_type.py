@@ -136,9 +136,11 @@ def test_more_gpus_than_any_machine_has_are_unknown() -> None:
         (["--vram", "24GB"], "the GPU's memory is --gpu-memory SIZE"),
         (["--grad-accum", "4"], "accumulation is --micro-batches N"),
         (["--optimizer", "galore"], "unknown optimizer 'galore'; known: "),
+        (["--optimizer", "8bit-adam"], "(AdamW in 8 bits is --optimizer adamw-8bit)"),
         (["--seq", "16q"], "argument --seq: must be a whole number, not '16q'"),
         (["--seq", "0k"], "argument --seq: must be at least 1 and less than a billion, not 0k"),
-        (["--machine", "A100"], "unknown machine 'A100'; did you mean a100-40"),
+        (["--machine", "A100"], "unknown machine 'A100'; did you mean a100-40, a100-80? ("),
+        (["--machine", "8xA100"], "unknown machine '8xA100'; did you mean a100-80x8, a100-40x8? ("),
     ],
 )
 def test_what_is_not_modelled_is_said_in_one_line(

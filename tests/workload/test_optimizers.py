@@ -39,6 +39,7 @@ def states(name: str, masters: str | None = None) -> OptimizerSpec:
         ("bitsandbytes.optim.PagedAdamW8bit", "adamw-8bit-all"),
         ("AdamW8bit", "adamw-8bit-all"),
         ("adamw_8bit", "adamw-8bit"),
+        ("8bit-adamw", "adamw-8bit"),
         ("bnb.optim.Lion", "lion-bnb"),
         ("lion_pytorch.Lion", "lion"),
         ("transformers.Adafactor", "adafactor"),
