@@ -56,30 +56,39 @@ class Stepping:
             arrived = sorted(t for c in chunks for t in contents.chunks[c.index].with_gradient())
             return [contents.gradients.norm(t) for t in arrived]
 
-        lists = {
-            c.index: [name for (_, name), mine in contents.chunks[c.index].gradients.items() if mine] for c in chunks
-        }
-        # The host may have no room for all gradients on disks, so those in one list come for their update alone.
-        read = {c: self.states.bring_from_disks(c, names if len(names) > 1 else ()) for c, names in lists.items()}
         for c in chunks if not update.skip else ():
-            contents.gradients.fold(c.index, self.states.home(c.index))
+            self._fold(c.index)
         if self.updates.max_grad_norm is not None and update.norm is None:
             update.coefficient(norms)
         for c in chunks:
             home = self.states.home(c.index)
-            read[c.index] += self.states.bring_from_disks(c.index, lists[c.index])
+            read = self.states.bring_from_disks(c.index, self._with_gradients(c.index))
             if not arena.has(home, c.index, "param"):
                 if home is GPU:
                     self.room.make(layout.payload_bytes(c.index, "param"), needed={c.index})
                 self._take(c.index)
+                read += ["param"] if arena.has(NVME, c.index, "param") else []
                 if not update.skip:
                     contents.gradients.fold(c.index, self.states.home(c.index))
             if self.states.home(c.index) is HOST:
-                read[c.index] += self.states.bring_from_disks(c.index, layout.states_of(c.index).names)
+                read += self.states.bring_from_disks(c.index, layout.states_of(c.index).names)
             self.inline.perform(self.inline.adam(self.states.home(c.index), c.index), update, norms)
-            for name in read[c.index]:
+            for name in read:
                 self.states.leave(HOST, c.index, name)
         self.cut.return_to()
+
+    def _with_gradients(self, chunk: int) -> list[str]:
+        return [name for (_, name), mine in self.run.contents.chunks[chunk].gradients.items() if mine]
+
+    def _fold(self, chunk: int) -> None:
+        """What comes from disks goes back, since the host may have no room for the sums of all chunks."""
+        names, inline = self._with_gradients(chunk), self.inline
+        read = self.states.bring_from_disks(chunk, names if len(names) > 1 else ())
+        self.run.contents.gradients.fold(chunk, self.states.home(chunk))
+        for name in read:
+            if self.run.contents.chunks[chunk].where(HOST, name):
+                inline.perform(inline.copy(NVME, chunk, name))
+            inline.perform(inline.drop(HOST, chunk, name))
 
     def _take_kept_back(self) -> None:
         """Of a chunk whose working list lives on disks, on through the host to there."""

@@ -169,7 +169,8 @@ def test_states_of_a_streamed_chunk_come_and_go() -> None:
     s = schedule(streamed=[1], pinned=[0])
     rows = DraftRows(s)
     floors = Floors(rows)
-    one = UpdateRows(rows, WorkingLists(rows, floors, DiskTrips(rows)))
+    trips = DiskTrips(rows)
+    one = UpdateRows(rows, WorkingLists(rows, floors, trips), trips)
     update = s.updates[1]
     for n in range(update + 1):
         waits = one.before(n) if n in one.before_at else ()

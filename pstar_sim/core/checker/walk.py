@@ -362,15 +362,18 @@ class Walk:
             raise PlanError(f"{label(step)} gives up gradients that no reduce_scatter has summed over the ranks")
 
     def _check_not_lost(self, step: Step, key: _Key, content: _Content) -> None:
-        """Another place holds the same or newer. Parameters may also be given up until the update writes them anew from
-        their masters: an earlier read finds nothing, and `_check_nothing_lost` finds what is never written."""
+        """Another place holds the same or newer, or a sum the gradients. Parameters may also be given up until the
+        update writes them anew from their masters: an earlier read finds nothing, and `_check_nothing_lost` finds what
+        is never written."""
         for place in Place:
             other = self.content.get((key[0], key[1], place))
             if other is None:
                 continue
             if other.version > content.version or (other.version == content.version and other.marks >= content.marks):
                 return
-        what = "gradients" if content.marks else "parameters" if key[1] == "param" else "states"
+        totals = [self.content.get((key[0], "grad32", place)) for place in Place]
+        summed = any(t is not None and t.version == content.version and t.marks >= content.marks for t in totals)
+        what = "gradients" if content.marks and not summed else "parameters" if key[1] == "param" else "states"
         words = f"{label(step)} gives up the only current copy of the {what} in {_key_name(key)}"
         masters = [self.content.get((key[0], MASTER_LIST, place)) for place in Place] if what == "parameters" else []
         if not any(master is not None and master.version == content.version for master in masters):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from heapq import heappushpop, nlargest
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from statistics import median
 
 from pstar_sim.policy.kit.job import Job
-from pstar_sim.policy.kit.schedule import Modes
-from pstar_sim.policy.passes.feasibility import IN_FLIGHT, in_flight, needed_on_host, trips_bytes
+from pstar_sim.policy.kit.schedule import TRIPS, Modes
+from pstar_sim.policy.passes.feasibility import IN_FLIGHT, in_flight, needed_on_host
 
 LARGE = 2  # chunks so many times as large as the median chunk come last, because the host needs room for several
 
@@ -42,8 +42,8 @@ def with_disks(job: Job, modes: Modes) -> Modes:
     for passing_chunks in range(IN_FLIGHT, 0, -1):
         count = _fewest(states_bytes, needed_bytes - budget_bytes, passing_chunks)
         if count is None:
-            if (wholly := _wholly(job, replace(modes, on_disks=frozenset(order)), order, passing_chunks)) is not None:
-                return wholly
+            if (beside := _beside_states(job, modes, order, passing_chunks)) is not None:
+                return beside
             continue
         moved = count
         if moved_bytes[count] <= disk_bytes:
@@ -67,28 +67,63 @@ def _fewest(states_bytes: Sequence[int], short_bytes: int, passing_chunks: int) 
     return None
 
 
-def _wholly(job: Job, modes: Modes, order: Sequence[int], passing_chunks: int) -> Modes | None:
-    """As few of these chunks as payloads allow, on the disks with all lists; where that gives too little room, None, or
-    with one passing chunk those with the least need. None where several micro-batches add up gradients on the host."""
-    if job.several:
-        return None
-    order = [c for c in order if c not in modes.streamed]
-    states_bytes = [job.states_bytes(c) for c in modes.on_disks if c in modes.streamed]
-    rest: list[list[int]] = [nlargest(passing_chunks, states_bytes)]  # largest states of the last so many chunks
-    for c in reversed(order):
-        rest.append(nlargest(passing_chunks, [*rest[-1], job.states_bytes(c)]))
-    needed_bytes, disk_bytes = needed_on_host(job, modes), sum(map(job.states_bytes, modes.on_disks))
-    passing, largest, least = list[int](), 0, (needed_bytes + sum(rest[-1]), 0)
-    for count, c in enumerate(order, start=1):
-        passing = nlargest(passing_chunks, [*passing, job.states_bytes(c) + job.sizes[c]])
-        largest = max(largest, job.sizes[c])
-        needed_bytes -= job.sizes[c]
-        disk_bytes += job.sizes[c]
-        if disk_bytes > job.machine.nvme_budget_bytes:
+def _beside_states(job: Job, modes: Modes, order: Sequence[int], passing_chunks: int) -> Modes | None:
+    """As few sums or working lists as payloads allow go there too, then as few of the others: first those whose bytes
+    take less time of the disks. Where all leave too little room, None, or with one passing chunk those with the least
+    need."""
+    modes = replace(modes, on_disks=frozenset(order))
+    turns = {c: job.states_bytes(c) for c in order}
+    short_bytes = needed_on_host(job, modes) - job.machine.host_budget_bytes
+    disk_bytes = job.machine.nvme_budget_bytes - sum(turns.values())
+    trips_bytes, least = 0, (short_bytes + sum(nlargest(passing_chunks, turns.values())), modes)
+    for ways, name, sizes in _tiers(job, modes, order):
+        rest = [nlargest(passing_chunks, (turns[c] for c in order if c not in sizes))]
+        for c in reversed(sizes):
+            rest.append(nlargest(passing_chunks, [*rest[-1], turns[c]]))  # largest turns of the last so many chunks
+        passing, largest, fewest = list[int](), 0, (least[0], 0)
+        for count, (c, size) in enumerate(sizes.items(), start=1):
+            turns[c] += size
+            passing = nlargest(passing_chunks, [*passing, turns[c]])
+            largest = max(largest, size)
+            short_bytes -= size
+            disk_bytes -= size
+            if disk_bytes < 0:
+                break
+            room_bytes = ways * TRIPS * largest + sum(nlargest(passing_chunks, passing + rest[-1 - count]))
+            fewest = min(fewest, (short_bytes + trips_bytes + room_bytes, count))
+            if fewest[0] <= 0:
+                break
+        if fewest[1]:
+            least = fewest[0], replace(modes, **{name: frozenset([*sizes][: fewest[1]])})
+        if disk_bytes < 0 or least[0] <= 0:
             break
-        room_bytes = trips_bytes([largest]) + sum(nlargest(passing_chunks, passing + rest[-1 - count]))
-        least = min(least, (needed_bytes + room_bytes, count))
-        if least[0] <= job.machine.host_budget_bytes:
-            break
-    fits = least[0] <= job.machine.host_budget_bytes
-    return replace(modes, wholly_on_disks=frozenset(order[: least[1]])) if fits or passing_chunks == 1 else None
+        trips_bytes += ways * TRIPS * largest
+        modes = replace(modes, **{name: frozenset(sizes)})
+    return least[1] if least[0] <= 0 or passing_chunks == 1 else None
+
+
+def _tiers(job: Job, modes: Modes, order: Sequence[int]) -> Iterator[tuple[int, str, dict[int, int]]]:
+    """(ways through the host, field of `Modes`, chunk -> bytes) of working lists and sums."""
+    working = 2, "wholly_on_disks", {c: job.sizes[c] for c in order}
+    sums = [c for c in order if c not in modes.spilt and not (c in modes.summed and c in modes.streamed)]
+    if not job.several or not sums:
+        yield working
+        return
+    tier = 1, "sums_on_disks", {c: job.layout.payload_bytes(c, "grad32") for c in sums}
+    yield from (tier, working) if _sums_s(job) <= _working_s(job, order[len(order) // 2]) else (working, tier)
+
+
+def _sums_s(job: Job) -> float:
+    """Seconds of the disks per byte of a sum."""
+    times = 1 if job.sums_on_gpu else job.workload.micro_batches - (not job.add_last)
+    return times * disk_s(job)
+
+
+def _working_s(job: Job, chunk: int) -> float:
+    """Seconds of the disks per byte of the chunk's working list, with a gradient in its place."""
+    assert job.machine.nvme is not None
+    visits = sum(after > n + 1 for n, after in pairwise((-2, *job.touched[chunk])))
+    gradients = int(not (job.add_last or job.sums_on_gpu))
+    read_s, write_s = 1 / job.machine.nvme.read_bytes_per_s, 1 / job.machine.nvme.write_bytes_per_s
+    each_s = (visits + gradients) * read_s, (1 + gradients) * write_s
+    return job.machine.nvme.least_s(*each_s) * job.machine.local_ranks

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from pstar_sim.policy.kit.blocks import Position
 from pstar_sim.policy.kit.job import Job
 
-# Working lists for which the host has room at a time on their way to the GPU, and gradients on theirs to disks, of
-# chunks that are wholly there.
+# Lists for which the host has room at a time on each of their ways: working lists from disks to the GPU, last gradients
+# to disks, and sums of gradients that more is added to.
 TRIPS = 2
 
 
@@ -25,6 +25,7 @@ class Modes:
     spilt: of these, those that go to the host between two micro-batches.
     on_disks: states on disks between two updates, on the host for them.
     wholly_on_disks: of these, working lists too, which pass the host on their way to the GPU, and gradients.
+    sums_on_disks: of these, micro-batches' sums too, which come to the host for each add, and for the update.
     """
 
     pinned: frozenset[int]
@@ -33,15 +34,20 @@ class Modes:
     spilt: frozenset[int] = frozenset()
     on_disks: frozenset[int] = frozenset()
     wholly_on_disks: frozenset[int] = frozenset()
+    sums_on_disks: frozenset[int] = frozenset()
 
     def lists_on_disks(self, job: Job, chunk: int) -> tuple[str, ...]:
         """The working list first."""
+        if chunk not in self.on_disks:
+            return ()
         working = ("param",) if chunk in self.wholly_on_disks else ()
-        return (*working, *job.states_of(chunk)) if chunk in self.on_disks else ()
+        sums = ("grad32",) if chunk in self.sums_on_disks else ()
+        return (*working, *sums, *job.states_of(chunk))
 
     def bytes_on_disks(self, job: Job, chunk: int) -> int:
         working = job.sizes[chunk] if chunk in self.wholly_on_disks else 0
-        return working + job.states_bytes(chunk) if chunk in self.on_disks else 0
+        sums = job.layout.payload_bytes(chunk, "grad32") if chunk in self.sums_on_disks else 0
+        return working + sums + job.states_bytes(chunk) if chunk in self.on_disks else 0
 
 
 def modes_of(job: Job, pinned: Iterable[int], streamed: Iterable[int]) -> Modes:
@@ -151,7 +157,12 @@ class Schedule:
     @property
     def on_disks(self) -> frozenset[tuple[int, str]]:
         """The (chunk, list) pairs that live on disks."""
-        return frozenset((c, name) for c in self.modes.on_disks for name in self.modes.lists_on_disks(self.job, c))
+        return frozenset((c, name) for c in self.modes.on_disks for name in self.lists_on_disks(c))
+
+    def lists_on_disks(self, chunk: int) -> Sequence[str]:
+        """Without a working list that never leaves the GPU."""
+        lists = self.modes.lists_on_disks(self.job, chunk)
+        return lists[1:] if lists[:1] == ("param",) and self.never_leaves(chunk) else lists
 
     def is_resident(self, chunk: int) -> bool:
         return chunk in self.modes.pinned or chunk in self.job.small

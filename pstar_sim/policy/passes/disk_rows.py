@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 
@@ -65,12 +66,19 @@ def _deadlines(schedule: Schedule, order: Sequence[int]) -> dict[int, float]:
 
 
 def _seconds(schedule: Schedule, chunk: int) -> float:
-    job, lists = schedule.job, schedule.modes.lists_on_disks(schedule.job, chunk)
+    job, written = schedule.job, [name for name in schedule.lists_on_disks(chunk) if name != "grad32"]
     assert job.machine.nvme is not None
     each_s = [
-        sum(job.charges.of(kind, chunk, name).seconds for name in lists) for kind in (Kind.NVME_READ, Kind.NVME_WRITE)
+        sum(job.charges.of(kind, chunk, name).seconds for name in lists)
+        for kind, lists in ((Kind.NVME_READ, _read(schedule, chunk)), (Kind.NVME_WRITE, written))
     ]
     return job.machine.nvme.least_s(*each_s)
+
+
+def _read(schedule: Schedule, chunk: int) -> Sequence[str]:
+    """Not a working list that came up for the update, or whose contents the update does not read."""
+    unread = chunk in schedule.updates or schedule.all_in_grad32(chunk)
+    return [name for name in schedule.lists_on_disks(chunk) if name != "param" or not unread]
 
 
 def _ended_before(sizes: Sequence[int], room_bytes: int) -> list[int]:
@@ -87,6 +95,14 @@ def _ended_before(sizes: Sequence[int], room_bytes: int) -> list[int]:
     return befores[count:]
 
 
+class Way(Enum):
+    """Of trips: a working list to the GPU, a last gradient to disks, a sum from and to disks."""
+
+    UP = "up"
+    DOWN = "down"
+    SUM = "sum"
+
+
 class DiskRows:
     """Writes the rows of the turns, for the pass that updates."""
 
@@ -98,7 +114,7 @@ class DiskRows:
         self._turn_of = {c: n for n, c in enumerate(self._order)}
         schedule = rows.schedule
         self._sizes = [schedule.modes.bytes_on_disks(schedule.job, c) for c in self._order]
-        self._befores = _ended_before(self._sizes, rows.schedule.disk_room_bytes)
+        self._befores = _ended_before(self._sizes, schedule.disk_room_bytes)
         self._reads: defaultdict[int, dict[str, int]] = defaultdict(dict)  # chunk -> list -> row
         self._ends: defaultdict[int, list[int]] = defaultdict(list)  # chunk -> rows
 
@@ -114,26 +130,34 @@ class DiskRows:
         return None if due is None or self._rows.schedule.adam == "fifo" else (1.0, due)
 
     def read(self, chunk: int) -> Mapping[str, int]:
-        """List -> row that brings it to the host."""
+        """List -> row that brings it to the host, or gives it room there."""
         rows, schedule = self._rows, self._rows.schedule
-        for name in schedule.modes.lists_on_disks(schedule.job, chunk):
+        moment, read = schedule.job.uses.last_gradient(chunk), _read(schedule, chunk)
+        for name in schedule.lists_on_disks(chunk):
             key = (1.0, float(self._turn_of[chunk]), float(len(self._reads[chunk])))
-            moment = schedule.job.uses.last_gradient(chunk)
-            after: After = ((rows.host_left_by[chunk], 0),) if name == "param" else ()
-            self._reads[chunk][name] = rows.add(Queue.NVME, Kind.NVME_READ, chunk, name, moment, after=after, key=key)
+            after = rows.host_left(chunk, name)
+            if name in read:
+                row = rows.add(Queue.NVME, Kind.NVME_READ, chunk, name, moment, after=after, key=key)
+            elif chunk in schedule.updates:
+                continue
+            else:
+                row = rows.add(Queue.NVME, Kind.ALLOC, chunk, name, moment, charge=FREE, after=after, key=key)
+            self._reads[chunk][name] = row
         return self._reads[chunk]
 
     def write(self, chunk: int, name: str, updated: int) -> None:
-        """Leaves the host behind the row that has updated it."""
-        if name not in self._rows.schedule.modes.lists_on_disks(self._rows.schedule.job, chunk):
+        """Leaves the host behind the row that has updated it; a sum ends there."""
+        if name not in self._rows.schedule.lists_on_disks(chunk):
             return
         rows, moment = self._rows, self._rows.schedule.job.uses.last_gradient(chunk)
-        key = (0.0, float(self._turn_of[chunk]), float(len(self._ends[chunk])))
-        written = rows.add(self._writes, Kind.NVME_WRITE, chunk, name, moment, after=((updated, 0),), key=key)
-        freed = rows.add(self._writes, Kind.FREE, chunk, name, moment, charge=FREE, behind=written)
+        key, after = (0.0, float(self._turn_of[chunk]), float(len(self._ends[chunk]))), ((updated, 0),)
+        if name == "grad32":
+            freed = rows.add(self._writes, Kind.FREE, chunk, name, moment, charge=FREE, after=after, key=key)
+        else:
+            written = rows.add(self._writes, Kind.NVME_WRITE, chunk, name, moment, after=after, key=key)
+            freed = rows.add(self._writes, Kind.FREE, chunk, name, moment, charge=FREE, behind=written)
         self._ends[chunk].append(freed)
-        if name == "param":
-            rows.host_left_by[chunk] = freed
+        rows.host_left_by[chunk, name] = freed
 
     def close(self) -> None:
         """Let each turn wait for the turns before."""
@@ -148,46 +172,77 @@ class DiskRows:
 
 class DiskTrips:
     """[Note: trips] The working list of a chunk that is wholly on disks passes the host for each visit, and its
-    gradient on its way there. Each way has room for TRIPS, in the order of positions: a trip waits until an earlier one
-    has left, so the host never holds more in any order of the steps, and no trip waits for a later one.
+    gradient on its way there. A sum that lives there comes for each add. Each of these ways has room for TRIPS, in the
+    order of positions: a trip waits until an earlier one has left, so the host never holds more in any order of the
+    steps, and no trip waits for a later one.
     """
 
     def __init__(self, rows: DraftRows) -> None:
         self._rows = rows
         self._writes = queue_of_writes(rows.schedule.job.machine)
-        self._ways: dict[Kind, list[tuple[int, int]]] = {Kind.FETCH: [], Kind.WRITEBACK: []}  # (begins, has left)
-        self._first_reads: dict[int, int] = {}  # chunk -> row
+        # way -> of each trip, the row that begins it and the row by which it has left
+        self._ways: dict[Way, list[tuple[int, int]]] = {way: [] for way in Way}
+        self._first: dict[tuple[int, str], int] = {}  # (chunk, list) -> row that brings it to the host first
+        self._lists = rows.schedule.on_disks
 
     def read(self, c: int, n: int) -> After:
         """What the fetch for position n waits for."""
         rows = self._rows
-        if c not in rows.schedule.modes.wholly_on_disks:
+        if not self._has(c, "param"):
             return ()
-        after: After = ((rows.host_left_by[c], 0),) if c in rows.host_left_by else ()
+        after = rows.host_left(c, "param")
         read = rows.add(Queue.NVME, Kind.NVME_READ, c, moment=rows.moment_of(n), after=after, key=(-1.0, float(n)))
-        self._first_reads.setdefault(c, read)
+        self._first.setdefault((c, "param"), read)
         return ((read, 0),)
 
     def fetched(self, c: int, row: int, read: After) -> None:
-        rows = self._rows
         if read:
-            left = rows.add(Queue.H2D, Kind.FREE, c, moment=rows.rows[row].moment, charge=FREE, behind=row)
-            rows.host_left_by[c] = left
-            self._ways[Kind.FETCH].append((read[0][0], left))
+            self._leave(Way.UP, (c, "param"), read[0][0], row)
 
     def before_gradient(self, c: int) -> After:
-        """What a last gradient's way down waits for, besides room."""
-        return ((self._rows.host_left_by[c], 0),) if c in self._rows.schedule.modes.wholly_on_disks else ()
+        """What the working list's way down waits for, besides room."""
+        return self._rows.host_left(c, "param") if self._has(c, "param") else ()
 
-    def send(self, c: int, down: int) -> None:
-        """A last gradient that has come down goes on."""
-        rows = self._rows
-        if c not in rows.schedule.modes.wholly_on_disks:
-            return
-        moment, key = rows.rows[down].moment, (-0.5, rows.next_number())
-        sent = rows.add(self._writes, Kind.NVME_WRITE, c, moment=moment, after=((down, 0),), key=key)
-        left = rows.host_left_by[c] = rows.add(self._writes, Kind.FREE, c, moment=moment, charge=FREE, behind=sent)
-        self._ways[Kind.WRITEBACK].append((down, left))
+    def send(self, c: int, down: int, added: int | None) -> None:
+        """A last gradient that has come down goes on, or leaves behind the row that has added it."""
+        if self._has(c, "param"):
+            self._first.setdefault((c, "param"), down)
+            self._leave(Way.DOWN, (c, "param"), down, self._sent(c, "param", down) if added is None else added)
+
+    def bring_sum(self, c: int, moment: int) -> After:
+        """What the next add waits for."""
+        rows, after = self._rows, self._rows.host_left(c, "grad32")
+        if not after:
+            return ()
+        key = (-1.0, float(len(rows.end_of)))
+        return ((rows.add(Queue.NVME, Kind.NVME_READ, c, "grad32", moment, after=after, key=key), 0),)
+
+    def send_sum(self, c: int, added: int, brought: After) -> int:
+        """Returns the row after which it waits for more."""
+        if not self._has(c, "grad32"):
+            return added
+        begins = brought[0][0] if brought else self._first.setdefault((c, "grad32"), added)
+        return self._leave(Way.SUM, (c, "grad32"), begins, self._sent(c, "grad32", added))
+
+    def updated(self, c: int, down: int) -> None:
+        if self._has(c, "param"):
+            self._first.setdefault((c, "param"), down)
+
+    def _has(self, c: int, name: str) -> bool:
+        return (c, name) in self._lists
+
+    def _sent(self, c: int, name: str, row: int) -> int:
+        rows, key = self._rows, (-0.5, self._rows.next_number())
+        return rows.add(self._writes, Kind.NVME_WRITE, c, name, rows.rows[row].moment, after=((row, 0),), key=key)
+
+    def _leave(self, way: Way, payload: tuple[int, str], begins: int, last: int) -> int:
+        rows, (c, name) = self._rows, payload
+        row = rows.rows[last]
+        left = rows.host_left_by[payload] = rows.add(
+            row.queue, Kind.FREE, c, name, row.moment, charge=FREE, behind=last
+        )
+        self._ways[way].append((begins, left))
+        return left
 
     def close(self) -> None:
         """Behind all rows of the update."""
@@ -198,5 +253,5 @@ class DiskTrips:
                     rows.wait(begins, (ways[n - TRIPS][1], 0))
                 elif len(ways) >= TRIPS:
                     rows.wait(begins, (ways[n - TRIPS][1], 1))
-        for c, row in self._first_reads.items():
-            rows.wait(row, (rows.host_left_by[c], 1))
+        for payload, row in self._first.items():
+            rows.wait(row, (rows.host_left_by[payload], 1))

@@ -53,7 +53,7 @@ class DraftRows:
     add_of: chunk -> add of its latest gradient on the host, or copy there.
     last_adds: those of last gradients, if clipping needs their norm.
     send_of: chunk -> write-back of its last gradient to CPU Adam.
-    host_left_by: chunk wholly on disks -> last row that freed its working list on the host.
+    host_left_by: (chunk, list) on disks that makes trips -> last row that freed it on the host.
     first_drop_of: streamed chunk that stays -> drop of its parameters.
     """
 
@@ -70,7 +70,7 @@ class DraftRows:
         self.add_of: dict[int, int] = {}
         self.last_adds: list[int] = []
         self.send_of: dict[int, int] = {}
-        self.host_left_by: dict[int, int] = {}
+        self.host_left_by: dict[tuple[int, str], int] = {}
         self.first_drop_of: dict[int, int] = {}
         self.gpu_update_of: dict[int, int] = {}
         self.cpu_update_of: dict[int, int] = {}
@@ -128,6 +128,11 @@ class DraftRows:
     def wait(self, row: int, *after: tuple[int, int]) -> None:
         """Let a row wait for rows of the previous iteration."""
         self.rows[row].after += after
+
+    def host_left(self, chunk: int, list_name: str) -> After:
+        """A wait for the row that freed the list on the host, if one has."""
+        left = self.host_left_by.get((chunk, list_name))
+        return () if left is None else ((left, 0),)
 
     def next_number(self) -> float:
         """Rows that send or add go as they become ready."""

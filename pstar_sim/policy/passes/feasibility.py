@@ -71,13 +71,15 @@ def needed_on_host(job: Job, modes: Modes) -> int:
     never = frozenset[int]() if modes.spilt or job.barrier is not None else modes.summed & modes.streamed
     needed = held_on_host(job, modes.pinned, ((c, "grad32") for c in never))
     needed -= sum(modes.bytes_on_disks(job, c) for c in modes.on_disks)
-    needed += trips_bytes(job.sizes[c] for c in modes.wholly_on_disks)
+    needed += trips_bytes(job, modes)
     return needed + _passing_bytes(job, (c for c in job.candidates if c not in modes.pinned))
 
 
-def trips_bytes(sizes: Iterable[int]) -> int:
-    """Room of working lists of these sizes on their way."""
-    return 2 * TRIPS * max(sizes, default=0)
+def trips_bytes(job: Job, modes: Modes) -> int:
+    """Room of lists on their ways: [Note: trips]."""
+    working = (job.sizes[c] for c in modes.wholly_on_disks)
+    sums = (job.layout.payload_bytes(c, "grad32") for c in modes.sums_on_disks)
+    return TRIPS * (2 * max(working, default=0) + max(sums, default=0))
 
 
 def in_flight(job: Job) -> int:
@@ -103,7 +105,7 @@ def check_host(job: Job, modes: Modes) -> None:
             place="nvme",
             needed_bytes=sum(states),
             available_bytes=job.machine.nvme_budget_bytes,
-            what=f"optimizer states of {len(states)} chunks for which the host has no room",
+            what=f"lists of {len(states)} chunks for which the host has no room",
         )
     if needed > budget:
         raise DoesNotFit(
@@ -112,7 +114,7 @@ def check_host(job: Job, modes: Modes) -> None:
             needed_bytes=needed,
             available_bytes=budget,
             what=f"working list and optimizer states of all chunks but {len(pinned)} pinned ones"
-            + (f", without the states of {len(states)} on disks" if states else "")
+            + (f", without the lists of {len(states)} on disks" if states else "")
             + (", accumulated gradients" if job.several else "")
             + (", offloaded activations" if job.workload.stashes else ""),
         )

@@ -177,7 +177,15 @@ class GradientRows:
         after: After = ((done, 0),) if number == 0 else ((done, 0), (rows.add_of[c], 0))
         down = rows.add(Queue.D2H, Kind.WRITEBACK, c, "grad", moment, after=after, key=key)
         freed = self._freed[c] = rows.add(Queue.D2H, Kind.FREE, c, "grad", moment, behind=down)
-        rows.add_of[c] = rows.add(Queue.ADAM, Kind.CPU_ADD, c, "grad", moment, after=((freed, 0),), key=key)
+        self._add(c, "grad", ((freed, 0),), key)
+
+    def _add(self, c: int, list_name: str, after: After, key: tuple[float, ...]) -> int:
+        """Returns the row after which the sum waits for more."""
+        rows, down = self._rows, after[0][0]
+        moment = rows.rows[down].moment
+        brought = self._trips.bring_sum(c, moment)
+        rows.add_of[c] = rows.add(Queue.ADAM, Kind.CPU_ADD, c, list_name, moment, after=(*after, *brought), key=key)
+        return self._trips.send_sum(c, rows.add_of[c], brought)
 
     def _add_up(self, c: int, number: int, n: int, here: int) -> int:
         """A micro-batch's, to the sum on the GPU: by the sum over ranks, or without a row. Returns the row after which
@@ -193,10 +201,11 @@ class GradientRows:
     def _send_sum(self, c: int, here: int) -> None:
         rows, job = self._rows, self._rows.schedule.job
         moment = job.uses.last_gradient(c)
-        rows.writeback(c, "grad32", moment, ((here, 0),), rows.down_key(c), drop=True)
+        down = rows.writeback(c, "grad32", moment, ((here, 0),), rows.down_key(c), drop=True)
         self._freed[c] = rows.add_of[c] = rows.release_of[c, "grad32"]
+        sent = self._trips.send_sum(c, down, ())
         if job.settings.clip:
-            rows.last_adds.append(rows.add_of[c])
+            rows.last_adds.append(rows.add_of[c] if sent == down else sent)
 
     def _leave(self, c: int, here: int) -> int:
         """End the last visit before the update. Returns the last gradient's copy down, or the working list's drop if
@@ -213,11 +222,10 @@ class GradientRows:
         moment = job.uses.last_gradient(c)
         ready: After = ((rows.sum_of.get(c, here), 0), *self._trips.before_gradient(c))
         down = rows.writeback(c, "param", moment, ready, rows.down_key(c), drop=drop)
-        self._trips.send(c, down)
         if job.add_last:
             key = (0.0, rows.next_number())
             # The add also waits for the chunk's earlier gradients, which may still be on their way down.
             after: After = ((down, 0), (rows.add_of[c], 0)) if c in rows.add_of else ((down, 0),)
-            rows.add_of[c] = rows.add(Queue.ADAM, Kind.CPU_ADD, c, "param", moment, after=after, key=key)
-            rows.last_adds.append(rows.add_of[c])
+            rows.last_adds.append(self._add(c, "param", after, key))
+        self._trips.send(c, down, rows.add_of[c] if job.add_last else None)
         return down

@@ -31,7 +31,8 @@ def draft_of(schedule: Schedule) -> Draft:
     floors = Floors(rows)
     on_disks = DiskTrips(rows)
     working, collectives = WorkingLists(rows, floors, on_disks), Collectives(rows, floors)
-    trips, gradients, updates = TripRows(rows), GradientRows(rows, working, on_disks), UpdateRows(rows, working)
+    trips, gradients = TripRows(rows), GradientRows(rows, working, on_disks)
+    updates = UpdateRows(rows, working, on_disks)
     before: defaultdict[int, list[Pass]] = defaultdict(list)  # position -> passes with rows before it, in order
     behind: defaultdict[int, list[Pass]] = defaultdict(list)
     one: Pass
@@ -87,7 +88,7 @@ def _draft(rows: DraftRows, updates: UpdateRows) -> Draft:
         host_free_bytes=machine.host_budget_bytes
         - held_on_host(job, modes.pinned, schedule.never_on_host)
         - updates.disks.held_bytes
-        - trips_bytes(job.sizes[c] for c in modes.wholly_on_disks),
+        - trips_bytes(job, modes),
         room=schedule.room,
         lead_bytes=schedule.lead_bytes,
         rates=job.cost.rates(measured=False),

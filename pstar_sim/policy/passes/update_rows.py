@@ -9,7 +9,7 @@ from pstar_sim.core.step import Kind, Queue
 from pstar_sim.policy.kit.facts import Facts
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.schedule import Modes
-from pstar_sim.policy.passes.disk_rows import DiskRows
+from pstar_sim.policy.passes.disk_rows import DiskRows, DiskTrips
 from pstar_sim.policy.passes.draft_rows import After, DraftRows, ends_of
 from pstar_sim.policy.passes.working_lists import WorkingLists
 
@@ -71,9 +71,10 @@ def adam_key(adam: str, uses: Facts, chunk: int) -> tuple[float, ...]:
 
 
 class UpdateRows:
-    def __init__(self, rows: DraftRows, working: WorkingLists) -> None:
+    def __init__(self, rows: DraftRows, working: WorkingLists, trips: DiskTrips) -> None:
         self._rows = rows
         self._working = working
+        self._trips = trips
         self.disks = DiskRows(rows)
         self._parameters_down: dict[int, int] = {}  # streamed chunk -> write-back of its updated parameters
         self._barrier_waited_for = False  # by an update of a resident chunk
@@ -131,6 +132,7 @@ class UpdateRows:
         moment = job.uses.last_gradient(c)
         if job.several:
             rows.release_of[c, "grad32"] = rows.drop(c, "grad32", moment)
+            self.disks.write(c, "grad32", here)
         key, ready = rows.down_key(c), ((here, 0),)
         for number, name in enumerate(job.states_of(c)):
             self.disks.write(c, name, rows.writeback(c, name, moment, ready, (*key, 1.0 + number), drop=True))
@@ -138,7 +140,10 @@ class UpdateRows:
             return
         stays = c in schedule.stays
         order = (2.0, float(job.uses.first_use(c))) if stays and schedule.states_first else (*key, 0.0)
-        self._parameters_down[c] = rows.writeback(c, "param", moment, ready, order, drop=not stays)
+        after: After = (*ready, *self._trips.before_gradient(c))
+        self._parameters_down[c] = rows.writeback(c, "param", moment, after, order, drop=not stays)
+        self._trips.updated(c, self._parameters_down[c])
+        self.disks.write(c, "param", self._parameters_down[c])
 
     def _update_resident(self, c: int) -> None:
         rows, schedule = self._rows, self._rows.schedule
@@ -171,7 +176,7 @@ class UpdateRows:
             rows.cpu_update_of[c] = rows.add(
                 Queue.ADAM, Kind.CPU_UPDATE, c, charge=charge, after=ends_of(waits), key=key
             )
-            for name in (*job.states_of(c), "param"):
+            for name in (*job.states_of(c), "param", "grad32"):
                 self.disks.write(c, name, rows.cpu_update_of[c])
         self.disks.close()
         for c, down in self._parameters_down.items():

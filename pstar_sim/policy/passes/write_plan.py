@@ -76,7 +76,7 @@ def step_of(b: Builder, row: DraftRow, after: After) -> int:
         return b.add(row.queue, row.kind, chunk=row.chunk, moment=b.uses.last_gradient(row.chunk), after=after)
     place = None
     if row.kind in (Kind.ALLOC, Kind.FREE):
-        place = Place.HOST if row.queue in (Queue.H2D, *DISK_QUEUES) else Place.GPU
+        place = Place.HOST if row.queue in (Queue.H2D, Queue.ADAM, *DISK_QUEUES) else Place.GPU
     return b.add(
         row.queue, row.kind, chunk=row.chunk, list_name=row.list_name, place=place, moment=row.moment, after=after
     )

@@ -60,6 +60,23 @@ def full(*_: Any) -> int:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+def train(kit: Any, run: Any, micro_batches: int) -> None:
+    """Both models, by session.step where the plan is layer-major."""
+    if run.plan.workload.order.of_loop:
+        mine, theirs = kit.train_both(
+            run.model, run.reference, run.optimizer, run.batches, steps=STEPS, micro_batches=micro_batches
+        )
+        assert mine == theirs
+        return
+    for _ in range(STEPS):
+        rows = [next(run.batches) for _ in range(micro_batches)]
+        run.session.step(rows)
+        for row in rows:
+            (kit.loss_of(run.reference.model, row) / micro_batches).backward()
+            run.reference.after_backward()
+        run.reference.step()
+
+
 CASES = {
     "states": ("mlp", "states=nvme", 1, None, torch.float32, None),
     "parameters": ("mlp", "params=nvme", 3, 0.5, torch.float32, None),
@@ -68,12 +85,25 @@ CASES = {
     "tide, in bf16": ("llama", "tide", 4, None, torch.bfloat16, 0.5),
     "streams": ("llama", "optimal:order=depth-first", 2, 0.5, torch.float32, 0.4),
     "wholly, clipped": ("gpt2", "tide", 1, 0.5, torch.float32, 0.2),
-    "wholly, in bf16": ("llama", "optimal:order=depth-first", 1, None, torch.bfloat16, 0.15),
+    "wholly, in bf16": ("llama", "tide", 1, None, torch.bfloat16, 0.15),
+    "wholly, two": ("gpt2", "tide", 2, None, torch.float32, 0.3),
+    "wholly, four, clipped": ("llama", "tide", 4, 0.5, torch.bfloat16, 0.25),
+    "wholly, by layers": ("gpt2", "l2l", 2, 0.5, torch.float32, 0.3),
+    "wholly, with activations": ("gpt2", "karma", 2, 0.5, torch.float32, 0.3),
+    "sums, streams": ("gpt2", "optimal:order=depth-first", 2, 0.5, torch.float32, 0.3),
     "a window": ("gpt2", "stronghold", 1, None, torch.float32, 0.5),
 }
-CHUNKS = {"wholly, clipped": 16384, "wholly, in bf16": 4096}
+CHUNKS = {
+    "wholly, clipped": 16384,
+    "wholly, in bf16": 4096,
+    "wholly, two": 16384,
+    "wholly, four, clipped": 4096,
+    "wholly, by layers": 8192,
+    "wholly, with activations": 8192,
+    "sums, streams": 8192,
+}
 """So small that the host has no room for all working lists."""
-BESIDE = ("both, in bf16", "tide, in bf16", "wholly, in bf16", "a window")
+BESIDE = ("both, in bf16", "tide, in bf16", "wholly, in bf16", "wholly, four, clipped", "sums, streams", "a window")
 """Cases in which disks read while they write."""
 
 
@@ -94,13 +124,12 @@ def test_trains_to_the_bit_as_without_disks(kit: Any, start: Callable[..., Any],
     assert not any(row.place is Place.NVME for row in plans[1].initial)
     working = any((row.place, row.list) == (Place.NVME, "param") for row in plans[0].initial)
     assert working == case.startswith(("wholly", "param", "both"))
-    assert case != "streams" or any(plans[0].modes[chunk] == "stream" for chunk in on_disks)
+    sums = any((row.place, row.list) == (Place.NVME, "grad32") for row in plans[0].initial)
+    assert sums == (case.startswith(("wholly", "sums", "both")) and micro_batches > 1)
+    assert not case.endswith("streams") or any(plans[0].modes[chunk] == "stream" for chunk in on_disks)
     runs = [start(name, policy, plan=plan, disks=[tmp_path], **about) for plan in plans]
     for run in runs:
-        mine, theirs = kit.train_both(
-            run.model, run.reference, run.optimizer, run.batches, steps=STEPS, micro_batches=micro_batches
-        )
-        assert mine == theirs
+        train(kit, run, micro_batches)
     values = [run.model.state_dict() for run in runs]
     for key, parameter in runs[0].reference.model.named_parameters():
         assert torch.equal(values[0][key], values[1][key]) and torch.equal(values[0][key], parameter.detach()), key
@@ -116,15 +145,17 @@ def test_trains_to_the_bit_as_without_disks(kit: Any, start: Callable[..., Any],
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("case", ["all lists", "wholly"])
+@pytest.mark.parametrize("case", ["all lists", "wholly", "wholly, two"])
 def test_what_leaves_the_plan_is_right_on_disks_too(
     kit: Any, start: Callable[..., Any], tmp_path: Path, case: str
 ) -> None:
     """An evaluation, a backward that is dropped, and a larger batch, alone and behind a micro-batch on plan."""
-    if case == "wholly":
-        name, count, small = "gpt2", 1, {"host_share": 0.2, "chunk_bytes": 16384, "beside": True}
-        plan = plan_on_disks(kit, name, "tide", micro_batches=count, clip=True, **small)
-        assert any((row.place, row.list) == (Place.NVME, "param") for row in plan.initial)
+    if case.startswith("wholly"):
+        name, count = "gpt2", 1 + case.endswith("two")
+        small: dict[str, Any] = {"host_share": 0.1 + 0.1 * count, "chunk_bytes": 16384, "beside": True}
+        plan = plan_on_disks(kit, name, "tide:pins=4", micro_batches=count, clip=True, **small)
+        on_disks = {row.list for row in plan.initial if row.place is Place.NVME}
+        assert "param" in on_disks and ("grad32" in on_disks) == (count > 1)
     else:
         name, count = "mlp", 2
         plan = plan_on_disks(kit, name, "params=nvme,states=nvme", micro_batches=count, clip=True)
