@@ -33,6 +33,7 @@ from pstar_sim.planner.memory_needs import (
 from pstar_sim.planner.nearest import Ask, Elsewhere, Remedy, asker, in_words, remedies
 from pstar_sim.planner.streaming import Hiding, hiding
 from pstar_sim.planner.trust import trust
+from pstar_sim.policy.kit.sharing import plan_once, plans_shared, remember_s
 from pstar_sim.policy.kit.ties import AS_FAST
 from pstar_sim.policy.registry import built_in, can, can_follow, find_policy
 from pstar_sim.sim.play import play
@@ -242,10 +243,12 @@ def fits(
         loading=loading_of(loading),
         said=loading is not None,
     )
-    answers: list[tuple[Fit, DoesNotFit | None, Asked, Timeline | None]] = []
-    for name in names:
-        tell(name, len(answers), len(names))
-        answers.append(_fit_any(name, share, job, times=times))
+    found_of: dict[str, tuple[Fit, DoesNotFit | None, Asked, Timeline | None]] = {}
+    with plans_shared(share.workload):
+        for name in sorted(names, key=lambda name: can(name).tries_others):  # last: others' plans are known then
+            tell(name, len(found_of), len(names))
+            found_of[name] = _fit_any(name, share, job, times=times)
+    answers = [found_of[name] for name in names]
     rows = [row for row, *_ in answers]
     fitting = [row.policy for row in sorted(rows, key=lambda r: r.iteration_s or 0.0) if row.fits]
     changes: tuple[SmallestChange, ...] = ()
@@ -423,7 +426,7 @@ def _fit(name: str, share: Share, job: Asked, *, times: bool) -> tuple[Fit, Does
         need = memory_need(name, workload, machine, settings, loading=job.loading)
         if times:
             plan = need.plan or with_room(
-                partial(find_policy(name), workload),
+                partial(plan_once, find_policy(name), workload),
                 name,
                 workload,
                 machine,
@@ -438,6 +441,8 @@ def _fit(name: str, share: Share, job: Asked, *, times: bool) -> tuple[Fit, Does
     timeline: Timeline | None = None
     if plan is not None:
         timeline = play(replace(plan, ranked=share.ranked))
+        if share.ranked is None:
+            remember_s(plan, timeline.iteration_s)
         seconds = timeline.iteration_s
         belief = trust(machine, name, workload)
         row = replace(

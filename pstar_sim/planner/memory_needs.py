@@ -43,6 +43,7 @@ from pstar_sim.policy.family.searched import jobs_of_sizes
 from pstar_sim.policy.kit.capabilities import Capabilities
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.schedule import Modes
+from pstar_sim.policy.kit.sharing import plan_once
 from pstar_sim.policy.passes.feasibility import check_gpu, check_host
 from pstar_sim.policy.registry import Policy, built_in, can, find_policy, policy_name
 from pstar_sim.sim.play import play
@@ -157,7 +158,7 @@ def with_room(
     if machine.nvme is not None and not able.counts_host:
         if settings.any_will_do or not able.searches:
             return _from_disks(plan_on, plan_on, machine, loading)
-        if _has_room(planner(replace(settings, effort=ANY_PLAN)), machine, loading):
+        if _may_have_room(policy, workload, machine, settings, loading):
             plan = plan_on(machine)
             if _shortage_of(plan, machine, loading) is None:
                 return plan
@@ -181,11 +182,17 @@ def with_room(
     raise refusal
 
 
-def _has_room(plan_on: Callable[[Machine], Plan], machine: Machine, loading: Loading) -> bool:
+def _may_have_room(
+    policy: str | Policy, workload: Workload, machine: Machine, settings: Settings, loading: Loading
+) -> bool:
+    """Without disks."""
+    able = can(policy)
     try:
-        return _shortage_of(plan_on(machine), machine, loading) is None
+        if able.point is not None:
+            _own_need(policy_name(policy), able, workload, machine, settings, loading, fewest=False)
     except DoesNotFit:
         return False
+    return True
 
 
 def _least_rounded(policy: str | Policy, workload: Workload, machine: Machine, settings: Settings) -> int | None:
@@ -386,12 +393,13 @@ def memory_need(
         on_disks = machine.nvme is not None and not able.counts_host
 
         def plan_on(where: Machine) -> Plan:
-            return function(workload, where, asked)
+            return plan_once(function, workload, where, asked)
 
         if on_disks and not fewest:
             _, need = _most_on_host(plan_on, machine, loading, halves=0, asked=refusal is None)
         elif on_disks:
-            plan = with_room(partial(function, workload), policy, workload, machine, settings, loading=loading)
+            plan_with = partial(plan_once, function, workload)
+            plan = with_room(plan_with, policy, workload, machine, settings, loading=loading)
             need = need_of_plan(plan, loading)
         else:
             need = need_of_plan(plan_on(machine), loading)

@@ -12,7 +12,8 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.workload.workload import Workload
 
-# Key of `Workload.derived`, for (policy, settings) -> (machine, plan or refusal), and plan -> seconds per iteration.
+# Key of `Workload.derived`, for (policy, settings, id of the machine) -> (machine, plan or refusal), and for plan ->
+# seconds per iteration.
 _PLANS = ("plans",)
 
 
@@ -38,13 +39,13 @@ def plan_once(
     known = workload.derived.get(_PLANS)
     if not isinstance(known, dict):
         return policy(workload, machine, settings)
-    where, outcome = known.get((policy, settings), (None, None))
-    if where is not machine:
+    _, outcome = known.get((policy, settings, id(machine)), (None, None))
+    if outcome is None:
         try:
             outcome = policy(workload, machine, settings)
         except (CannotPlan, DoesNotFit) as refusal:
             outcome = refusal
-        known[policy, settings] = machine, outcome
+        known[policy, settings, id(machine)] = machine, outcome  # kept, so no other machine has its id
     if isinstance(outcome, Plan):
         return outcome
     raise outcome.with_traceback(None)  # its frames hold everything up to here

@@ -19,7 +19,6 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -62,14 +61,10 @@ def stronghold(workload: Workload, machine: Machine, settings: Settings, *, wind
     Raises DoesNotFit if the GPU has no room for a window of one layer, or if the host has no room for the layers
     outside the window.
     """
-    job = _job(workload, machine, settings)
+    job = Job("stronghold", workload, machine, settings, Point(capacity="peak"))
     solver = _Solver(_ChunksByLayer(job))
     w = solver.best() if window == "auto" else min(int(window), solver.layers.count)
     return solver.attempt(w).plan(_choices(solver, w, auto=window == "auto"))
-
-
-def _job(workload: Workload, machine: Machine, settings: Settings) -> Job:
-    return Job("stronghold", workload, machine, settings, Point(capacity="peak"))
 
 
 class _ChunksByLayer:
@@ -247,25 +242,14 @@ class _Solver:
         return next(((a + b) // 2 for a, b in ((below, best), (best, above)) if b - a > 1), None)
 
 
-def _without_barrier(solver: _Solver, w: int) -> float:
-    job = solver.layers.job
-    free = _job(job.workload, job.machine, replace(job.settings, update="eager", clip=False))
-    free.barrier = None  # also if the loss is scaled
-    return _Solver(_ChunksByLayer(free)).attempt(w).iteration_s
-
-
 def _choices(solver: _Solver, w: int, *, auto: bool) -> dict[str, object]:
-    layers, job, chosen = solver.layers, solver.layers.job, solver.attempt(w)
+    layers, job = solver.layers, solver.layers.job
     choices: dict[str, object] = {
         "window": f"{w} of {layers.words}" + (f" ({solver.most()} would fit)" if auto else ""),
         "capacity": solver.describe(w),
     }
-    if job.barrier is not None and not job.settings.any_will_do:
-        free_s = _without_barrier(solver, w)
-        choices["barrier"] = (
-            f"{job.barrier}: no Adam beside the backward pass; without it this window would take {format_s(free_s)}, "
-            f"{100 * (1 - free_s / chosen.iteration_s):.0f} % less"
-        )
+    if job.barrier is not None:
+        choices["barrier"] = f"{job.barrier}: no Adam beside the backward pass"
     if auto:
         choices["windows_tried"] = {
             n: ("" if a.fits else "at least ") + format_s(a.iteration_s) for n, a in sorted(solver.tried.items())
