@@ -116,6 +116,37 @@ def test_states_that_visit(kit: Any, on_cuda: Callable[..., Any]) -> None:
     same(kit, run, micro_batches=2)
 
 
+@pytest.mark.parametrize(
+    ("model", "policy", "micro_batches", "dtype", "host_share", "chunk_bytes"),
+    [
+        ("gpt2", "tide", 1, torch.float32, 0.2, 16384),
+        ("llama", "optimal:order=depth-first", 2, torch.bfloat16, 0.3, 4096),
+        ("llama", "params=nvme,states=nvme", 2, torch.float32, None, None),
+    ],
+)
+def test_lists_on_disks(
+    kit: Any,
+    on_cuda: Callable[..., Any],
+    tmp_path: Path,
+    model: str,
+    policy: str,
+    micro_batches: int,
+    dtype: torch.dtype,
+    host_share: float | None,
+    chunk_bytes: int | None,
+) -> None:
+    """Rooms of the host that copies to the device have read take what comes from the disks next."""
+    about: dict[str, Any] = {"micro_batches": micro_batches, "dtype": dtype}
+    plan = kit.plan_on_disks(
+        model, policy, clip=True, host_share=host_share, beside=True, chunk_bytes=chunk_bytes, **about
+    )
+    assert any((row.place, row.list) == (Place.NVME, "param") for row in plan.initial)
+    run = on_cuda(model, policy, plan=plan, disks=[tmp_path], clip=0.5, checkpointing=True, **about)
+    same(kit, run, micro_batches=micro_batches)
+    moved = run.session.timeline().moved_bytes
+    assert moved == {lane: plan.moved_bytes[lane] for lane in moved} and moved["nvme_read"]
+
+
 def test_adam_that_comes_last(kit: Any, on_cuda: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """An event that is not recorded yet waits for nothing: the issuing thread has to wait, and its time is a stall. The
     first update is held until all else stands still."""

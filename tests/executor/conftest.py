@@ -247,6 +247,35 @@ def tight_plan(policy: str, w: Workload, settings: Settings) -> Plan:
     raise AssertionError(f"{policy} fits nowhere")
 
 
+def plan_on_disks(
+    name: str,
+    policy: str,
+    *,
+    micro_batches: int,
+    clip: bool,
+    dtype: torch.dtype = torch.float32,
+    host_share: float | None = None,
+    beside: bool = False,
+    chunk_bytes: int | None = None,
+) -> Plan:
+    """policy: also options of zero_infinity alone.
+    host_share: host memory, as a share of all parameters and states; None: enough without disks.
+    beside: whether the disks read while they write.
+    """
+    model, draw = build(name, checkpointing=True)
+    model.to(dtype)
+    w = repeat_micro_batch(workload_of(model, draw(torch.Generator().manual_seed(9)), name=name), micro_batches)
+    params = sum(t.bytes for t in w.tensors if t.tied_to is None)
+    machine = replace(small_machine(w.peak_non_model_bytes + int(3.0 * params)), nvme=BESIDE if beside else DISKS)
+    if host_share is not None:
+        bytes_each = 16 if dtype == torch.float32 else 14
+        host_bytes = int(host_share * bytes_each * params / dtype.itemsize) + machine.host.reserved_bytes
+        machine = replace(machine, host=replace(machine.host, memory_bytes=host_bytes))
+    small = "subgroup=30000,bucket=20000,reuse=20000"
+    spec = f"zero_infinity:{policy},{small}" if policy.startswith(("params=", "states=")) else policy
+    return find_policy(spec)(w, machine, Settings(clip=clip, effort=0.1, chunk_bytes=chunk_bytes))
+
+
 @dataclass
 class Reference:
     """Plain training: fp32 with torch's fused AdamW, bf16 the same over fp32 master weights."""

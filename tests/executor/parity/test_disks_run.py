@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,45 +13,10 @@ import torch
 
 from executor.disks.folders import DiskFolders
 from executor.memory.payloads import DiskPayloads
-from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Kind, Place, Queue
 from pstar_sim.errors import DiskError, PlanError
-from pstar_sim.policy.registry import find_policy
-from pstar_sim.workload.workload import repeat_micro_batch
 
 STEPS = 3
-SMALL = "subgroup=30000,bucket=20000,reuse=20000"
-
-
-def plan_on_disks(
-    kit: Any,
-    name: str,
-    policy: str,
-    *,
-    micro_batches: int,
-    clip: bool,
-    dtype: torch.dtype = torch.float32,
-    host_share: float | None = None,
-    beside: bool = False,
-    chunk_bytes: int | None = None,
-) -> Plan:
-    """policy: also options of zero_infinity alone.
-    host_share: host memory, as a share of all parameters and states; None: enough without disks.
-    beside: whether the disks read while they write.
-    """
-    model, draw = kit.build(name, checkpointing=True)
-    model.to(dtype)
-    w = repeat_micro_batch(kit.workload_of(model, draw(torch.Generator().manual_seed(9)), name=name), micro_batches)
-    params = sum(t.bytes for t in w.tensors if t.tied_to is None)
-    machine = replace(
-        kit.small_machine(w.peak_non_model_bytes + int(3.0 * params)), nvme=kit.BESIDE if beside else kit.DISKS
-    )
-    if host_share is not None:
-        bytes_each = 16 if dtype == torch.float32 else 14
-        host_bytes = int(host_share * bytes_each * params / dtype.itemsize) + machine.host.reserved_bytes
-        machine = replace(machine, host=replace(machine.host, memory_bytes=host_bytes))
-    spec = f"zero_infinity:{policy},{SMALL}" if policy.startswith(("params=", "states=")) else policy
-    return find_policy(spec)(w, machine, Settings(clip=clip, effort=0.1, chunk_bytes=chunk_bytes))
 
 
 def full(*_: Any) -> int:
@@ -119,7 +83,7 @@ def test_trains_to_the_bit_as_without_disks(
     of_plan["chunk_bytes"] = CHUNKS.get(case)
     beside = case in BESIDE
     plans = [
-        plan_on_disks(kit, name, spec, host_share=host, beside=beside, **of_plan)
+        kit.plan_on_disks(name, spec, host_share=host, beside=beside, **of_plan)
         for spec, host in ((policy, share), ("params=cpu" if share is None else policy, None))
     ]
     writes = {step.queue for step in plans[0].steps if step.kind is Kind.NVME_WRITE}
@@ -158,12 +122,12 @@ def test_what_leaves_the_plan_is_right_on_disks_too(
     if case.startswith("wholly"):
         name, count = "gpt2", 1 + case.endswith("two")
         small: dict[str, Any] = {"host_share": 0.1 + 0.1 * count, "chunk_bytes": 16384, "beside": True}
-        plan = plan_on_disks(kit, name, "tide:pins=4", micro_batches=count, clip=True, **small)
+        plan = kit.plan_on_disks(name, "tide:pins=4", micro_batches=count, clip=True, **small)
         on_disks = {row.list for row in plan.initial if row.place is Place.NVME}
         assert "param" in on_disks and ("grad32" in on_disks) == (count > 1)
     else:
         name, count = "mlp", 2
-        plan = plan_on_disks(kit, name, "params=nvme,states=nvme", micro_batches=count, clip=True)
+        plan = kit.plan_on_disks(name, "params=nvme,states=nvme", micro_batches=count, clip=True)
     run = start(name, plan.policy, plan=plan, disks=[tmp_path], micro_batches=count, clip=0.5, checkpointing=True)
     model, twin = run.model, run.reference.model
 
@@ -192,13 +156,13 @@ def test_what_leaves_the_plan_is_right_on_disks_too(
 
 
 def test_a_plan_on_disks_needs_a_folder(kit: Any, start: Callable[..., Any]) -> None:
-    plan = plan_on_disks(kit, "mlp", "states=nvme", micro_batches=1, clip=False)
+    plan = kit.plan_on_disks("mlp", "states=nvme", micro_batches=1, clip=False)
     with pytest.raises(PlanError, match=r"zero_infinity.* keeps lists on disks and no folder .* give --disks FOLDER"):
         start("mlp", "zero_infinity", plan=plan)
 
 
 def test_a_window_stays_until_it_is_written(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_on_disks(kit, "mlp", "states=nvme", micro_batches=1, clip=False)
+    plan = kit.plan_on_disks("mlp", "states=nvme", micro_batches=1, clip=False)
     folders = DiskFolders(folders=[tmp_path])
     payloads = DiskPayloads(plan, folders)
     payloads.allocate()
@@ -222,7 +186,7 @@ def test_a_window_stays_until_it_is_written(kit: Any, tmp_path: Path, monkeypatc
 def test_a_checkpoint_holds_what_is_on_disks(kit: Any, start: Callable[..., Any], tmp_path: Path) -> None:
     """It continues on disks and without them, each as if it had not been interrupted."""
     plans = [
-        plan_on_disks(kit, "mlp", where, micro_batches=1, clip=True)
+        kit.plan_on_disks("mlp", where, micro_batches=1, clip=True)
         for where in ("params=nvme,states=nvme", "params=cpu", "states=nvme")
     ]
     about = {"clip": 0.5, "checkpointing": True}
