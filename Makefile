@@ -60,10 +60,11 @@ demo: install
 
 # One thread each for torch: workers with two threads apiece would fight for two cores. Three workers: tests that wait for
 # processes and threads leave a fifth of two cores idle. A file is one worker's, so that what it makes once is made once;
-# long files come first (tests/conftest.py). Bytecode is kept, whatever the environment says: a test's process would
-# compile the package anew.
+# long files come first (tests/conftest.py). Workers and programs are forked from one process that has imported torch.
+# Bytecode is kept, whatever the environment says: a test's process would compile the package anew.
 test: install
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(WHOLE)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --forked --dist loadfile --no-loadscope-reorder \
+		$(WHOLE)
 
 nightly: WHOLE := --whole
 nightly: test

@@ -4,11 +4,13 @@ Two layers of 1,024 bf16 parameters, a chunk each (2,048 bytes). Moments: 0 FWD 
 3 BWD layer 0, 4 step. The tide peaks at 10, 30, 40, 20, 10 bytes.
 """
 
+import contextlib
 import gc
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Generator, Iterator
+import sys
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,7 @@ if importlib.util.find_spec("hypothesis") is not None:  # a machine with a GPU m
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 NO_SIMPY = importlib.util.find_spec("simpy") is None
+FORKING: pytest.StashKey[str | None] = pytest.StashKey()
 WANTED_SIMPY: pytest.StashKey[list[BaseException]] = pytest.StashKey()
 
 
@@ -64,6 +67,11 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
         action="store_true",
         help="all steps, seeds and instances, where a test runs fewer of them otherwise (its docstring says so)",
     )
+    parser.addoption(
+        "--forked",
+        action="store_true",
+        help="workers of pytest-xdist are forked from the process that the programs of tests are forked from",
+    )
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -76,6 +84,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    interpreter = getattr(config, "workerinput", {}).get("interpreter", sys.executable)
+    config.stash[FORKING] = sys.executable if sys.executable != interpreter else None
+    sys.executable = interpreter
     config.addinivalue_line("markers", "whole: runs with --whole alone")
     if not config.pluginmanager.hasplugin("timeout"):
         config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout, which is not installed")
@@ -96,6 +107,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: -length[item.path])
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None:
+    """With --forked, torch, transformers and the executor are imported once for all workers and their programs."""
+    if config.getoption("--forked") and importlib.util.find_spec("transformers") is not None:
+        block = contextlib.ExitStack()
+        config.add_cleanup(block.close)
+        forking = block.enter_context(zygote.running())
+        for spec in specs:
+            spec.python = forking
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["interpreter"] = sys.executable
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection() -> None:
     gc.disable()
@@ -106,7 +133,6 @@ def pytest_collection_finish() -> None:
     at each `gc.collect()` of a test, nor a forked process when it ends. It looks seldom at what tests make, most of
     which ends without it."""
     gc.enable()
-    gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
 
@@ -129,6 +155,14 @@ def pytest_runtest_makereport(
     return report
 
 
+@pytest.fixture(autouse=True, scope="module")
+def earlier_files_are_not_looked_at() -> None:
+    """What the files before left alive, the collector of cycles visits no more: a test that calls it a hundred times
+    took three times as long at the end as by itself."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables have the width that they have in a pipe, whatever the terminal is that the tests run in (workers of
@@ -137,10 +171,11 @@ def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def python() -> Iterator[str]:
+def python(pytestconfig: pytest.Config) -> Iterator[str]:
     """In place of `sys.executable`, with torch, transformers and the executor imported already (helpers/zygote.py)."""
     pytest.importorskip("transformers")
-    with zygote.running() as executable:
+    forking = pytestconfig.stash[FORKING]
+    with contextlib.nullcontext(forking) if forking is not None else zygote.running() as executable:
         yield executable
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from later import Later
 from plain_loop import train
 from torch import nn
 
@@ -18,8 +19,7 @@ from executor.saving.plain_states import write_plain_states
 from pstar_sim.core.step import Place
 from pstar_sim.errors import CheckpointError, ContractError
 
-bitsandbytes = pytest.importorskip("bitsandbytes")
-optim = bitsandbytes.optim
+optim = Later("bitsandbytes.optim")
 
 WORDS, WIDTH = 60, 72
 """A matrix has 5,184 elements: 20 blocks of 256 and a part of one; the embedding 4,320; vectors less than 4,096."""

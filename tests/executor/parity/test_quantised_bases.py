@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from later import Later
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("bitsandbytes")
-pytest.importorskip("peft")
 pytest.importorskip("transformers")
-
-from peft import get_peft_model_state_dict  # noqa: E402
+peft, _ = Later("peft"), Later("bitsandbytes")
+quantised = Later("tests.executor.quantised")
 
 import pstar_sim as ps  # noqa: E402
 from executor import AdamW, capture_module, prepare  # noqa: E402
@@ -24,7 +23,6 @@ from pstar_sim.core.step import Kind  # noqa: E402
 from pstar_sim.dtypes import BASES  # noqa: E402
 from pstar_sim.errors import ContractError, ModelError  # noqa: E402
 from pstar_sim.workload.workload import repeat_micro_batch  # noqa: E402
-from tests.executor.quantised import quantised_llama  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks
 
@@ -77,11 +75,11 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
     ],
 )
 def test_streamed_as_resident(kind: str, policy: str, gpu_memory: str, micro_batches: int) -> None:
-    plain = quantised_llama(kind)
+    plain = quantised.quantised_llama(kind)
     adapters = [p for p in plain.parameters() if p.requires_grad]
     wanted = trained(plain, torch.optim.AdamW(adapters, lr=1e-3, fused=True), micro_batches)
 
-    model = quantised_llama(kind)
+    model = quantised.quantised_llama(kind)
     plan = planned(model, policy, gpu_memory, micro_batches)
     base = {c.index for c in plan.layout.chunks if c.dtype == kind}
     matrices = 4 * (128 * 128 * 2 + 128 * 64 * 2 + 3 * 128 * 256)
@@ -94,7 +92,7 @@ def test_streamed_as_resident(kind: str, policy: str, gpu_memory: str, micro_bat
 
     model, optimizer = prepare(model, plan, AdamW(lr=1e-3), device="virtual")
     assert trained(model, optimizer, micro_batches) == wanted
-    assert equal(get_peft_model_state_dict(model), get_peft_model_state_dict(plain))
+    assert equal(peft.get_peft_model_state_dict(model), peft.get_peft_model_state_dict(plain))
     assert equal(model.state_dict(), plain.state_dict())  # codes and scales come from their chunks
     optimizer.session.close()
     torch.save(model.state_dict(), file := io.BytesIO())
@@ -106,24 +104,24 @@ def test_streamed_as_resident(kind: str, policy: str, gpu_memory: str, micro_bat
 
 def test_dora_streamed_as_resident() -> None:
     """Its norm reads the base's matrix once more, in the moment of an adapter: the chunk is there."""
-    plain = quantised_llama("bf16", dora=True)
+    plain = quantised.quantised_llama("bf16", dora=True)
     adapters = [p for p in plain.parameters() if p.requires_grad]
     wanted = trained(plain, torch.optim.AdamW(adapters, lr=1e-3, fused=True), 2)
-    model = quantised_llama("bf16", dora=True)
+    model = quantised.quantised_llama("bf16", dora=True)
     plan = planned(model, "tide", "2.6MB", 2)
     assert any(step.kind is Kind.FETCH for step in plan.steps)
     model, optimizer = prepare(model, plan, AdamW(lr=1e-3), device="virtual")
     assert trained(model, optimizer, 2) == wanted
-    state = get_peft_model_state_dict(model)
+    state = peft.get_peft_model_state_dict(model)
     assert sum("lora_magnitude_vector" in name for name in state) == 2 * 4
-    assert equal(state, get_peft_model_state_dict(plain))
+    assert equal(state, peft.get_peft_model_state_dict(plain))
     optimizer.session.close()
     with pytest.raises(ModelError, match=r"self_attn\.q_proj' has DoRA beside a quantised matrix.*base in bf16"):
-        capture_module(quantised_llama("nf4", dora=True), next(batches(1))[0])
+        capture_module(quantised.quantised_llama("nf4", dora=True), next(batches(1))[0])
 
 
 def test_the_dequantised_matrix_is_counted() -> None:
-    model = quantised_llama("nf4")
+    model = quantised.quantised_llama("nf4")
     workload = capture_module(model, next(batches(1))[0], name="qlora")
     forward = [m for m in workload.moments if m.module.endswith("mlp.down_proj") and m.name.startswith("begin")]
     assert len(forward) == 4
@@ -142,7 +140,7 @@ def test_other_blocks_are_refused() -> None:
 
 
 def test_a_prepared_base_is_not_copied_without_its_scales() -> None:
-    model = quantised_llama("nf4")
+    model = quantised.quantised_llama("nf4")
     plan = planned(model, "tide", "8MB", 1)
     model, optimizer = prepare(model, plan, AdamW(lr=1e-3), device="virtual")
     codes = model.get_parameter("base_model.model.model.layers.0.self_attn.k_proj.weight")
@@ -162,7 +160,7 @@ def test_traced_planned_and_run_by_commands(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_checkpoint_holds_what_is_not_quantised_and_continues(tmp_path: Path) -> None:
-    model = quantised_llama("nf4")
+    model = quantised.quantised_llama("nf4")
     plan = planned(model, "tide", "1.9MB", 1)
     model, optimizer = prepare(model, plan, AdamW(lr=1e-3), device="virtual")
     trained(model, optimizer, 1)
@@ -171,7 +169,7 @@ def test_a_checkpoint_holds_what_is_not_quantised_and_continues(tmp_path: Path) 
     wanted = model.state_dict()
     optimizer.session.close()
 
-    other, again = prepare(quantised_llama("nf4"), plan, AdamW(lr=1e-3), device="virtual")
+    other, again = prepare(quantised.quantised_llama("nf4"), plan, AdamW(lr=1e-3), device="virtual")
     again.load(tmp_path / "kept")
     trained(other, again, 1)
     assert equal(other.state_dict(), wanted)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from later import Later
 from torch import nn
 
 import executor
@@ -18,7 +19,7 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.errors import ContractError
 from pstar_sim.workload.workload import repeat_micro_batch
 
-peft = pytest.importorskip("peft")
+peft = Later("peft")
 
 
 def adapted(kit: Any) -> tuple[nn.Module, Callable[[torch.Generator], Any]]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from later import Later
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("peft")
+peft = Later("peft")
 transformers = pytest.importorskip("transformers")
-
-from peft import LoraConfig, get_peft_model  # noqa: E402
 
 from executor.capture import capture, capture_module  # noqa: E402
 from executor.models import BuiltModel, enable_checkpointing  # noqa: E402
@@ -54,7 +53,7 @@ def built(kind: str, *, checkpointing: bool) -> BuiltModel:
 def with_peft(kind: str, given: Adapter, *, checkpointing: bool) -> Workload:
     one = built(kind, checkpointing=checkpointing)
     targets = given.targets if isinstance(given.targets, str) else list(given.targets or ())
-    config = LoraConfig(
+    config = peft.LoraConfig(
         r=given.rank,
         target_modules="all-linear" if targets == ["all-linear"] else targets,
         modules_to_save=list(given.save) or None,
@@ -62,7 +61,7 @@ def with_peft(kind: str, given: Adapter, *, checkpointing: bool) -> Workload:
         use_rslora=given.rs,
         fan_in_fan_out=kind == "gpt2",
     )
-    return capture_module(get_peft_model(one.module, config, autocast_adapter_dtype=False), one.example_batch)
+    return capture_module(peft.get_peft_model(one.module, config, autocast_adapter_dtype=False), one.example_batch)
 
 
 @pytest.mark.parametrize(

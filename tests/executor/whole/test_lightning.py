@@ -9,52 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from later import Later
 
 from pstar_sim.core.step import Place
 from pstar_sim.errors import ContractError, ModelError
 
-lightning = pytest.importorskip("lightning")
-torchmetrics = pytest.importorskip("torchmetrics")
-
-from lightning.pytorch import callbacks  # noqa: E402
-from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
-
-from executor.lightning import OffloadStrategy  # noqa: E402  # imports lightning
+lightning, _ = Later("lightning"), Later("torchmetrics")
+callbacks, plugins = Later("lightning.pytorch.callbacks"), Later("lightning.pytorch.plugins")
+modules, strategies = Later("tests.executor.lightning_modules"), Later("executor.lightning")
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own: few workers, no logger
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 ROWS = torch.randn(18, 32, generator=torch.Generator().manual_seed(1))  # the last batch is shorter
-
-
-class Net(lightning.LightningModule):  # type: ignore[misc, name-defined, unused-ignore]
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
-        self.losses: list[float] = []
-        self.validated: list[float] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return (x.float() ** 2).mean()
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        loss: torch.Tensor = self(batch) * (1 + self.trainer.current_epoch)
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        self.validated.append(float(self(batch)))
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(outputs["loss"]))
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
 
 
 def loader() -> Any:
@@ -76,7 +43,7 @@ def fitted(tmp_path: Path) -> Callable[..., Any]:
             "enable_model_summary": False, "enable_checkpointing": False, "gradient_clip_val": 0.5,
             "default_root_dir": str(tmp_path),
         }  # fmt: skip
-        strategy = OffloadStrategy("25KB", policy="tide", **where or {}) if offloaded else "auto"
+        strategy = strategies.OffloadStrategy("25KB", policy="tide", **where or {}) if offloaded else "auto"
         trainer = lightning.Trainer(**{**wanted, **more}, strategy=strategy)
         trainer.fit(module, loader(), loader(), ckpt_path=path)
         return trainer
@@ -85,7 +52,7 @@ def fitted(tmp_path: Path) -> Callable[..., Any]:
 
 
 def test_epochs_schedule_validation_and_a_shorter_batch_are_the_plain_fits(fitted: Callable[..., Any]) -> None:
-    mine, plain = Net(), Net()
+    mine, plain = modules.Net(), modules.Net()
     trainer = fitted(mine)
     fitted(plain, offloaded=False)
     assert mine.losses == pytest.approx(plain.losses, rel=1e-5) and len(mine.losses) == 10
@@ -99,7 +66,7 @@ def test_epochs_schedule_validation_and_a_shorter_batch_are_the_plain_fits(fitte
 
 
 def test_a_fit_keeps_states_on_disks(kit: Any, fitted: Callable[..., Any], tmp_path: Path) -> None:
-    mine, beside = Net(), Net()
+    mine, beside = modules.Net(), modules.Net()
     (tmp_path / "disk").mkdir()
     trainer = fitted(mine, where={"machine": kit.small_machine(10**9, 80_000), "disks": [tmp_path / "disk"]})
     fitted(beside)
@@ -109,7 +76,7 @@ def test_a_fit_keeps_states_on_disks(kit: Any, fitted: Callable[..., Any], tmp_p
 
 def test_a_fit_goes_on_from_its_own_checkpoint(fitted: Callable[..., Any], tmp_path: Path) -> None:
     """Masters and states: in bf16 the steps after the checkpoint are those of the run that was not interrupted."""
-    whole, first, again = Net(), Net(), Net()
+    whole, first, again = modules.Net(), modules.Net(), modules.Net()
     kept = str(tmp_path / "kept.ckpt")
     ended = fitted(whole, precision="bf16-mixed")
     fitted(first, precision="bf16-mixed", max_epochs=1).save_checkpoint(kept)
@@ -122,38 +89,14 @@ def test_a_fit_goes_on_from_its_own_checkpoint(fitted: Callable[..., Any], tmp_p
         assert set(p) == {"step", "exp_avg", "exp_avg_sq", "param32"} and all(torch.equal(p[k], q[k]) for k in p)
 
 
-class Measures(Net):
-    """Metrics of the training, whose updates read numbers from tensors; a value to choose checkpoints by."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean = torchmetrics.MeanMetric()
-        self.both = torchmetrics.MetricCollection(
-            {"first": torchmetrics.MeanSquaredError(), "second": torchmetrics.MeanAbsoluteError()}
-        )
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        loss: torch.Tensor = self(batch)
-        self.mean(loss.detach())
-        self.log("mean", self.mean)
-        found = self.both(loss.detach()[None], batch.mean()[None])
-        self.log_dict({name: 2 * value for name, value in found.items()}, on_epoch=True)
-        return loss
-
-    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        self.log("wanted", self(batch))
-
-    test_step = validation_step
-
-
 def test_metrics_of_the_training_and_a_test_of_the_best_checkpoint_are_the_plain_ones(
     fitted: Callable[..., Any], tmp_path: Path
 ) -> None:
     """Metrics stand still during the capture. Loading the best weights after the fit ends the run."""
     found = []
     for offloaded in (True, False):
-        best = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path / str(offloaded), monitor="wanted", mode="max")
-        module = Measures()
+        best = callbacks.ModelCheckpoint(tmp_path / str(offloaded), monitor="wanted", mode="max")
+        module = modules.Measures()
         trainer = fitted(module, offloaded=offloaded, callbacks=[best], enable_checkpointing=True)
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         (tested,) = trainer.test(module, loader(), ckpt_path="best", verbose=False)
@@ -177,9 +120,9 @@ def test_a_precision_is_the_plans_dtype(word: Any, explicit: bool, dtype: str, f
     GradScaler is gone, and the session scales the loss."""
 
     def precision() -> dict[str, Any]:
-        return {"plugins": [MixedPrecision(word, "cpu")]} if explicit else {"precision": word}
+        return {"plugins": [plugins.MixedPrecision(word, "cpu")]} if explicit else {"precision": word}
 
-    mine, plain = Net(), Net()
+    mine, plain = modules.Net(), modules.Net()
     session = fitted(mine, max_epochs=1, **precision()).strategy.session
     assert session.plan.workload.dtype == dtype
     assert session.loss_scale == (None if dtype == "bf16" else 65536.0)
@@ -188,35 +131,26 @@ def test_a_precision_is_the_plans_dtype(word: Any, explicit: bool, dtype: str, f
         assert mine.losses == pytest.approx(plain.losses, rel=2e-3)  # bf16 has 8 bits; one layer's rounding
 
 
-class ReadsANumber(Net):
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        loss: torch.Tensor = self(batch)
-        self.log("loss", loss.item())
-        return loss
-
-
 def test_a_step_that_reads_numbers_is_refused_with_what_to_do(fitted: Callable[..., Any]) -> None:
     with pytest.raises(ModelError, match=r"_local_scalar_dense.*gives self\.log the tensor itself"):
-        fitted(ReadsANumber())
-
-
-class ClipsItself(Net):
-    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, *_: Any, **__: Any) -> None:
-        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        fitted(modules.ReadsANumber())
 
 
 @pytest.mark.parametrize(
-    ("kind", "arguments", "words"),
+    ("module", "arguments", "words"),
     [
-        (ClipsItself, {"gradient_clip_val": None}, r"clip_gradients\(gradient_clip_val=0.1, .*give the Trainer"),
-        (Net, {"gradient_clip_algorithm": "value"}, "clipped by their norm"),
-        (Net, {"devices": 2}, "one device; give devices=1 in place of 2"),
-        (Net, {"callbacks": [callbacks.StochasticWeightAveraging(0.1)]}, "callback StochasticWeightAveraging writes"),
-        (Net, {"callbacks": [callbacks.GradientAccumulationScheduler({1: 2})]}, r"Scheduler\(\{1: 2, 0: 1\}\) changes"),
+        ("ClipsItself", {"gradient_clip_val": None}, r"clip_gradients\(gradient_clip_val=0.1, .*give the Trainer"),
+        ("Net", {"gradient_clip_algorithm": "value"}, "clipped by their norm"),
+        ("Net", {"devices": 2}, "one device; give devices=1 in place of 2"),
+        ("Net", {"callbacks": ["StochasticWeightAveraging", 0.1]}, "callback StochasticWeightAveraging writes"),
+        ("Net", {"callbacks": ["GradientAccumulationScheduler", {1: 2}]}, r"Scheduler\(\{1: 2, 0: 1\}\) changes"),
     ],
 )
 def test_what_a_plan_does_not_do_is_refused(
-    kind: Any, arguments: dict[str, Any], words: str, fitted: Callable[..., Any]
+    module: str, arguments: dict[str, Any], words: str, fitted: Callable[..., Any]
 ) -> None:
+    if "callbacks" in arguments:
+        callback, argument = arguments["callbacks"]
+        arguments = {"callbacks": [getattr(callbacks, callback)(argument)]}
     with pytest.raises(ContractError, match=words):
-        fitted(kind(), **arguments)
+        fitted(getattr(modules, module)(), **arguments)
