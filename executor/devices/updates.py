@@ -115,6 +115,7 @@ def update(
     scale: torch.Tensor | None = None,
     scratch: Scratch | None = None,
     rounding: Rounding | None = None,
+    beside: torch.Tensor | None = None,
 ) -> None:
     """Update in place flat tensors, [numel of the chunk] but for states with `spans`. Where all have one dtype, the
     rule works in it; else, and with `rounding`, in fp32, and what is narrower is rounded to nearest afterwards. Codes
@@ -124,6 +125,7 @@ def update(
     spans: of each state, None: as long as the chunk.
     scale: scalar, fp32 or the gradients' dtype, on the gradients first (clipping, loss scaling), which are overwritten.
     rounding: of the master copy, not to nearest.
+    beside: as `grad`, to add to it in fp32; `grad` is narrower than the master copy.
     """
     room = scratch or Scratch()
     lists = (param, grad, *moments)
@@ -147,6 +149,8 @@ def update(
                 wide[number] = room.get(number, grad)[: end - first].copy_(here[number])
             else:
                 wide[number] = here[number].float()
+        if beside is not None:
+            wide[1].add_(beside[first:end])
         if scale is not None and scale.dtype != grad.dtype:
             wide[1].mul_(scale)
         cut = [

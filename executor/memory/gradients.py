@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from executor.devices.updates import BLOCK
 from executor.memory.arena import Arena
 from executor.memory.chunk_state import ChunkState
 from executor.memory.slices import OTHERS_OF
@@ -19,6 +20,7 @@ from pstar_sim.workload.optimizers import MASTER_LIST, MASTERS
 
 GPU, HOST, NVME = Place.GPU, Place.HOST, Place.NVME
 GRADIENT_LISTS = ("param", "grad", "grad32")
+BESIDE = frozenset({(GPU, "grad"), (GPU, "param")})  # two gradients that no list has room to add, until the update
 
 
 class ChunkGradients:
@@ -131,6 +133,8 @@ class ChunkGradients:
         parts = {where for where, mine in list(state.gradients.items()) if tensor in mine}
         if (GPU, "grad32") in parts and "grad32" not in state.ahead and self.arena.has(HOST, chunk, "grad32"):
             parts = parts - {(GPU, "grad32")} | {(HOST, "grad32")}
+        if parts == BESIDE and not self.arena.has(GPU, chunk, "grad32"):
+            return self._norm_of_both(tensor)
         if len(parts) > 1:
             raise PlanError(f"the norm of tensor {tensor}'s gradient is asked for before its parts {parts} are added")
         for place, list_name in parts:
@@ -141,6 +145,13 @@ class ChunkGradients:
             norm: torch.Tensor = torch.linalg.vector_norm(slot, dtype=self.norm_dtype)
             return norm
         raise PlanError(f"tensor {tensor} has no gradient")
+
+    def _norm_of_both(self, tensor: int) -> torch.Tensor:
+        lists = [self.slots.at(GPU, tensor, name) for name in ("grad", "param")]
+        blocks = zip(*(torch.split(each, BLOCK) for each in lists))
+        norms = [torch.linalg.vector_norm(first.to(torch.float32).add_(last)) for first, last in blocks]
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return norm
 
     def note_norms(self, chunk: int, list_name: str) -> None:
         """Takes the norms of gradients about to go from host to disks."""
@@ -156,12 +167,15 @@ class ChunkGradients:
                 self.fold(chunk, GPU)
 
     def fold(self, chunk: int, place: Place) -> str | None:
-        """The list with all gradients of the chunk, after folding the last into grad32."""
+        """The list with all gradients of the chunk, after folding the last into grad32; "param" if the gpu has no
+        grad32: "grad" then has more of them (`beside`)."""
         state = self.chunks[chunk]
         mine = {name: state.where(place, name) for name in GRADIENT_LISTS}
         filled = [name for name in GRADIENT_LISTS if mine[name]]
         if len(filled) < 2:
             return filled[0] if filled else None
+        if place is GPU and not self.arena.has(GPU, chunk, "grad32"):
+            return self._lay_beside(chunk, mine)
         state.adding = True
         if place is GPU:
             state.ahead.add("grad32")
@@ -171,6 +185,23 @@ class ChunkGradients:
         mine["param"].clear()
         state.adding = False
         return "grad32"
+
+    def _lay_beside(self, chunk: int, mine: Mapping[str, set[int]]) -> str:
+        state = self.chunks[chunk]
+        state.adding = True
+        for name, other in (("param", "grad"), ("grad", "param")):
+            for tensor in mine[other] - mine[name]:
+                self.slots.at(GPU, tensor, name).zero_()
+            mine[name].update(mine[other])
+        state.current.discard(GPU)
+        state.adding = False
+        return "param"
+
+    def beside(self, chunk: int) -> torch.Tensor | None:
+        """The gradients to add to those in "param", by the update on the gpu."""
+        if not self.chunks[chunk].where(GPU, "grad"):
+            return None
+        return self.arena.at(GPU, chunk, "grad")
 
     def fold_part(self, chunk: int, elements: tuple[int, int]) -> tuple[str | None, set[int]]:
         """`fold` for some elements on the host, with the tensors that have a gradient; those that count as on the gpu

@@ -179,7 +179,8 @@ class Updating:
         self._apply(chunk, place, source, mine, (0, self.arena.layout.slice_numel(chunk)), update, scale, lent=lent)
         self._count(mine)
         state.current = set()
-        mine.clear()
+        for marks in state.gradients.values():
+            marks.clear()
         if not lent:
             self.arena.at(place, chunk, "param").copy_(self.arena.at(place, chunk, MASTER_LIST))
         state.current = {place}
@@ -254,6 +255,7 @@ class Updating:
             runs,
             param=master,
             grad=at(place, chunk, MASTER_LIST if lent else source),
+            beside=self.gradients.beside(chunk) if (place, source) == (GPU, "param") else None,
             moments=[self.slots.flat(place, chunk, field) for field in rule.states.values()],
             spans=[self.slots.span(chunk, field) for field in rule.states.values()],
             settings=update.hyper[row.group][arena.layout.states_of(chunk).name],

@@ -4,17 +4,12 @@ The plan is at most 0.01 % slower than that of any shipped policy without option
 other options a policy may be faster (benchmarks/options.py). If GPUs differ, the planner chooses the shares of the
 batch together with the plan (planner/balance.py).
 
-The fastest of the searched plans (family/searched.py) and the other policies' plans, all followed, is taken. Its
-`choices` name the policy that made it.
+The fastest of the searched plans (family/searched.py) and the other policies' plans, all followed, is taken.
 
 [Note: which order] A loop of the user runs micro-batches one after the other, in the order of the workload. If
 `session.step` runs the iterations (`Settings.loop`), layer-major order is searched too, with the boundary activations
 on the GPU and on the host. The layer-major policies are then rivals too, unless an order is given
 (`optimal:order=depth-first`).
-
-[Note: what is left] The largest gaps to the fluid bound (benchmarks/optimal.py) are in short iterations with all queues
-nearly always busy. They seem to come from the plan: a longer search still finds faster ones, and the closed form at a
-plan's own pinned and streamed parameters is within 2 % of it (3 to 5 % for Llama-3-8B and Qwen2.5-7B on an H100).
 """
 
 from __future__ import annotations

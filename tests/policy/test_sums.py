@@ -25,6 +25,7 @@ from pstar_sim.policy.family.pace import period_s
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.schedule import Modes
+from pstar_sim.policy.passes import gradient_rows
 from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload, round_machine
 from pstar_sim.units import MIB
@@ -42,8 +43,9 @@ def job(
     gpu_adam_s: float = 1.0,
     ranks: int = 1,
     sums: str = "32-bit",
+    micro_batches: int = 3,
 ) -> Job:
-    workload = chain_workload(layers, MIB, forward_s=forward_s, micro_batches=3)
+    workload = chain_workload(layers, MIB, forward_s=forward_s, micro_batches=micro_batches)
     settings = Settings(update="step" if clip else "eager", clip=clip, chunk_bytes=2 * MIB, sums=sums)
     hbm = 28 * MIB / gpu_adam_s
     machine = round_machine(
@@ -103,6 +105,22 @@ def test_a_sum_takes_its_room_from_the_first_gradient_to_the_last() -> None:
     assert Course(where, Modes(NONE), Knobs(linger=False)).least_room_bytes == 10 * MIB
     assert play(planned(where, Modes(NONE, NONE, BOTH))).peak_bytes["gpu"] <= 14 * MIB
     assert Course(job(8), Modes(NONE, NONE, BOTH), Knobs(linger=False)).least_room_bytes < 0
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_the_first_of_two_gradients_waits_in_half_the_room_of_a_sum(clip: bool) -> None:
+    """Both chunks hold a gradient (2 MiB) or a sum (4 MiB) between the backward passes. The link carries the same, and
+    the host adds nothing."""
+    where = job(14, clip=clip, micro_batches=2)
+    waiting, summed = (Modes(NONE, BOTH, BOTH, waiting=chunks) for chunks in (BOTH, NONE))
+    courses = [Course(where, modes, Knobs(linger=False)) for modes in (waiting, summed)]
+    held = [gradient_rows.held(c.job, c.modes, c.sums, c.at, len(c.positions)) for c in courses]
+    assert [max(sizes) for sizes in held] == [4 * MIB, 8 * MIB]
+    plans = [planned(job(28, clip=clip, micro_batches=2), modes) for modes in (waiting, summed)]
+    assert plans[0].moved_bytes == plans[1].moved_bytes
+    assert not any(s.kind is Kind.CPU_ADD for plan in plans for s in plan.steps)
+    names = [{s.list for s in plan.steps if s.kind is Kind.ALLOC and s.place is Place.GPU} for plan in plans]
+    assert "grad" in names[0] and "grad32" not in names[0] and "grad32" in names[1]
 
 
 @pytest.mark.parametrize("clip", [False, True])

@@ -65,6 +65,10 @@ class Attempt:
             return self.followed_s
         return self.window.iteration_s + (self.left_out.seconds(self.window) if self.left_out is not None else 0.0)
 
+    def equals(self, other: Attempt) -> bool:
+        same = self.iteration_s == other.iteration_s and self.modes == other.modes
+        return same and burden_of(self) == burden_of(other)
+
     def plan(self, choices: Mapping[str, object] | None = None) -> Plan:
         return plan_of(self.schedule, self.draft, self.window, choices)
 

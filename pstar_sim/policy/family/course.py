@@ -30,6 +30,7 @@ class Knobs:
     down: order of copies to the host: "edf": as the next forward needs the chunks, "fifo": as they become ready.
     stay: largest share of the positions over which streamed parameters may stay between two iterations.
     states_first: states go down before parameters that stay, which are given up later.
+    waits: `Modes.waiting`, where two gradients may.
     """
 
     linger: bool = True
@@ -37,6 +38,7 @@ class Knobs:
     down: str = "edf"
     stay: float = 1.0
     states_first: bool = False
+    waits: bool = True
 
 
 class Course:
@@ -109,7 +111,8 @@ class Course:
                 update = self.updates[c]
                 # Until its update the chunk's gradient lies in the working list. Behind a barrier this time is a gap
                 # like any other.
-                mine += [update] if job.barrier is not None else range(mine[-1] + 1, update + 1)
+                gap = job.barrier is not None and c not in self.modes.waiting
+                mine += [update] if gap else range(mine[-1] + 1, update + 1)
             touched[c] = mine
         return touched, whole
 
@@ -133,7 +136,7 @@ class Course:
             for n in mine:
                 room[n] -= size
         others = collective_rows.room(job, self.needed_whole, len(room))
-        sums = gradient_rows.held(job, self.sums, self.at, len(room))
+        sums = gradient_rows.held(job, self.modes, self.sums, self.at, len(room))
         return [left - other - held for left, other, held in zip(room, others, sums)]
 
     def _add_dropped_lists(self) -> None:
@@ -152,7 +155,7 @@ class Course:
         needed = [Stretch(self.at[job.block_of[a]], self.at[job.block_of[b]]) for _, a, b in job.uses.spans[c]]
         if c not in self.modes.spilt:
             needed = [Stretch(needed[0].first, needed[-1].last)]
-        if update is not None and job.barrier is not None:
+        if update is not None and job.barrier is not None and c not in self.modes.waiting:
             needed.append(Stretch(update, update))
         elif update is not None:
             needed[-1] = Stretch(needed[-1].first, update)

@@ -40,6 +40,7 @@ class ModeFacts:
     """pins: of the closed form for pins, chunks in order of first use.
     states_bytes: per chunk, up for its update and down after it.
     sum_bytes: per chunk; 0 with one micro-batch.
+    waits: bytes of a streamed chunk's waiting gradient, as a share of its sum.
     lists: times per iteration that a gradient goes down if its sum is not on the GPU.
     lists_streamed: of streamed chunks.
     sums: as in `Point`.
@@ -61,6 +62,7 @@ class ModeFacts:
     pins: PinFacts
     states_bytes: Sequence[int]
     sum_bytes: Sequence[int]
+    waits: float
     lists: int
     lists_streamed: int
     sums: bool
@@ -98,6 +100,7 @@ def mode_facts(job: Job) -> ModeFacts:
         pins=pin_facts(job),
         states_bytes=states,
         sum_bytes=[all_bytes - state_bytes for all_bytes, state_bytes in zip(visiting, states)],
+        waits=_share_that_waits(job),
         lists=1 if job.sums_on_gpu else w.micro_batches,
         lists_streamed=0 if job.sums_on_gpu else last + job.add_last,
         sums=job.may_sum,
@@ -121,6 +124,13 @@ def mode_facts(job: Job) -> ModeFacts:
         adds_before=max(0, last - 1) / max(1, last),
         net_s=_least_net_s(job),
     )
+
+
+def _share_that_waits(job: Job) -> float:
+    if not job.may_wait:
+        return 1.0
+    first, sums = (sum(job.layout.payload_bytes(c, name) for c in job.candidates) for name in ("grad", "grad32"))
+    return first / max(1, sums)
 
 
 def _least_net_s(job: Job) -> float:
@@ -189,7 +199,7 @@ def roofline(
     visiting = visiting + (np.clip(-last, 0.0, summed_z * sum_bytes) if spill and f.barrier else 0.0)
     # Copies up: each unpinned chunk once, and again over every gap that it leaves.
     passing = np.where(z > 0, float(facts.passing_bytes), 0.0)
-    beside = f.room_bytes - x * pinned.sum() - summed * sum_bytes
+    beside = f.room_bytes - x * pinned.sum() - (summed_cpu + summed_z * facts.waits) * sum_bytes
     spilt = np.clip(spill * ((1 - x) * everything - beside), 0.0, summed * sum_bytes)
     beside = beside + spilt
     left = np.maximum(0.0, beside - passing)  # at the last turn, when states pass; other turns have more room

@@ -2,8 +2,8 @@
 
 It begins with the numbers of the roofline (modes.py) and the closed form for pins (pins.py), and goes downhill from the
 best, one change at a time, then again from trials that this does not reach (another knob, other modes for the largest
-chunks). It ends when a plan is as good as the roofline, the effort is used up, or nothing is left. Effort is scheduled
-steps, not seconds, so equal arguments give equal plans; with more, a search continues.
+chunks), until a plan is as good as the roofline or the effort is used up. Effort is scheduled steps, not seconds, so
+equal arguments give equal plans.
 """
 
 from __future__ import annotations
@@ -242,6 +242,7 @@ class Search:
             self._seconds_of[key] = math.inf if found is None else found.iteration_s
             if found is not None:
                 self._busy[key] = found.busy_s
+            if found is not None and not any(found.equals(a) for a in self.fastest):
                 known = sorted((*self.fastest, found), key=lambda a: a.iteration_s)
                 # Keep the attempt with the least burden among the fast ones, and the fastest of the others: the fastest
                 # is never lost.
@@ -257,7 +258,7 @@ class Search:
             self.effort_ops -= len(found.draft.rows)
 
     def _key(self, trial: Trial) -> tuple[Modes, Knobs]:
-        return self._modes(trial), trial.knobs
+        return self._modes(trial), replace(trial.knobs, waits=True)  # of which modes say all
 
     def _modes(self, trial: Trial) -> Modes:
         g = self.job
@@ -276,7 +277,8 @@ class Search:
             return with_disks(g, modes)
         summed = self._summed(modes, trial.hosts)
         spilt, _ = interleave([c for c in g.candidates if c in summed], g.sizes, min(trial.spills, len(summed)), 0)
-        return with_disks(g, replace(modes, summed=summed, spilt=frozenset(spilt)))
+        waiting = summed & modes.streamed - set(spilt) if g.may_wait and trial.knobs.waits else frozenset[int]()
+        return with_disks(g, replace(modes, summed=summed, spilt=frozenset(spilt), waiting=waiting))
 
     def _summed(self, modes: Modes, hosts: int) -> frozenset[int]:
         """Unpinned ones but `hosts`, evenly over those for CPU Adam, then the streamed."""
@@ -558,6 +560,8 @@ class Search:
             front = min(FRONT, streams)
             yield Trial(pins=pins, streams=streams, head=0, front=front, hosts=hosts, knobs=self._first_knobs())
         yield replace(best, knobs=replace(knobs, linger=not knobs.linger))
+        if self.job.may_wait:
+            yield replace(best, knobs=replace(knobs, waits=not knobs.waits))
         if best.streams:
             yield replace(best, knobs=replace(knobs, linger=False, states_first=not knobs.states_first))
             yield replace(best, head=0, front=0)

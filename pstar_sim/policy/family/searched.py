@@ -90,7 +90,7 @@ def own_plans(
     *,
     sizes: bool = False,
 ) -> Iterator[SearchResult]:
-    """The fastest of the best search over chunk sizes.
+    """Of the best search over chunk sizes, and of the next best until none can be faster.
 
     sizes: others are tried, if the settings leave the size open.
 
@@ -98,11 +98,15 @@ def own_plans(
     """
     over = _Sizes(workload, machine, settings, point, name, sizes)
     over.run()
-    search = over.best()
-    for attempt in search.whole():  # followed, because the seconds of `choose` are a prediction
-        whole = attempt.plan(_choices(search, attempt, over))
-        plan, seconds = faster_in_parts(whole, period_s(whole))
-        yield SearchResult(seconds, name, plan, search.alone_s)
+    least_s = math.inf
+    for search in over.by_seconds():
+        if search.seconds >= least_s:
+            return
+        for attempt in search.whole():  # followed, because the seconds of `choose` are a prediction
+            whole = attempt.plan(_choices(search, attempt, over))
+            plan, seconds = faster_in_parts(whole, period_s(whole))
+            least_s = min(least_s, seconds)
+            yield SearchResult(seconds, name, plan, search.alone_s)
 
 
 def jobs_of_sizes(name: str, workload: Workload, machine: Machine, settings: Settings, point: Point) -> Iterator[Job]:
@@ -113,10 +117,10 @@ def jobs_of_sizes(name: str, workload: Workload, machine: Machine, settings: Set
 
 
 class _Sizes:
-    """Until a plan is good enough, the effort is used up, or every search is exhausted. Effort also decides which sizes
-    are looked at first, so more mostly, not always, finds a faster plan.
+    """Until a plan is good enough, the effort is used up, or every search is exhausted. More effort mostly
+    finds a faster plan.
 
-    few: at the usual size; smaller ones then gain more.
+    few: at the usual size.
     searches: of sizes that fit.
     tried: size -> seconds, in words.
     all_ops, left_ops: steps to schedule, in total and still.
@@ -190,7 +194,7 @@ class _Sizes:
                 return
 
     def best(self) -> Search:
-        return self._by_seconds()[0]
+        return self.by_seconds()[0]
 
     def stopped(self) -> str:
         if self.best().good_enough:
@@ -250,7 +254,7 @@ class _Sizes:
         return min(may_win, key=lambda s: s.seconds - (s.seconds - s.floor_s) / (2 + self._in_vain[s]), default=None)
 
     def _go_on(self, search: Search, effort_ops: int) -> None:
-        best = self._by_seconds()[0] if self.searches else None
+        best = self.best() if self.searches else None
         least = effort_ops if best is None else min(effort_ops, self.left_ops)
         self._run_on(search, partial(Search.run, like=None if best is search else best), least)
 
@@ -270,7 +274,7 @@ class _Sizes:
     def _above_floor(self, distance: float) -> bool:
         return not any(search.seconds <= search.floor_s * (1 + distance) for search in self.searches)
 
-    def _by_seconds(self) -> list[Search]:
+    def by_seconds(self) -> list[Search]:
         return sorted(self.searches, key=lambda search: search.seconds)
 
 
@@ -310,8 +314,13 @@ def _sums(search: Search, attempt: Attempt) -> dict[str, object]:
         if any(trips)
         else ""
     )
+    waiting = (
+        f"; the first of {len(modes.waiting)} waits for the update, in the bytes of a working list"
+        if modes.waiting
+        else ""
+    )
     return {
         "sums": f"of {moving} chunks whose states are not on the GPU, the gradients of {there} add up on the GPU: "
         f"{job.layout.sum_bytes} bytes per parameter there instead of {batches} copies to the host and an add for "
-        f"each; those of {moving - there} on the host, which leaves room for pins and copies ahead{spilt}"
+        f"each; those of {moving - there} on the host, which leaves room for pins and copies ahead{waiting}{spilt}"
     }

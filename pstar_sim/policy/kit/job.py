@@ -31,6 +31,7 @@ class Job:
     host_adds: chunk -> adds on the host, if gradients do not add up on the GPU.
     folds: chunk -> its update then adds the last itself.
     may_sum: modes may ask for sums on the GPU.
+    may_wait: for the first of two gradients to wait there, in fewer bytes than a sum.
     tide: per moment, with capacity "peak" the highest.
     small: always on the GPU.
     moving: all others, pinned ones too.
@@ -88,6 +89,9 @@ class Job:
         self.host_adds = [max(0, count - (not self.add_last)) for count in given]
         self.folds = [count > 1 and not self.add_last for count in given]
         self.may_sum = on_host and self.point.sums
+        size = self.layout.payload_bytes
+        narrow = any(size(c, "grad") < size(c, "grad32") for c in self.uses.trained)
+        self.may_wait = self.may_sum and self.ranks == 1 and w.micro_batches == 2 and narrow
 
     def _weigh_chunks(self) -> None:
         uses, chunks = self.uses, self.layout.chunks

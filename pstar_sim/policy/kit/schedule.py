@@ -23,6 +23,7 @@ class Modes:
     streamed: they come for one update; others have CPU Adam.
     summed: micro-batches' gradients add up on the GPU though states live elsewhere, when `Schedule.sums` says.
     spilt: of these, those that go to the host between two micro-batches.
+    waiting: of these, streamed ones whose first of two gradients waits, unadded, beside the last for the update.
     on_disks: states on disks between two updates, on the host for them.
     wholly_on_disks: of these, working lists too, which pass the host on their way to the GPU, and gradients.
     sums_on_disks: of these, micro-batches' sums too, which come to the host for each add, and for the update.
@@ -32,6 +33,7 @@ class Modes:
     streamed: frozenset[int] = frozenset()
     summed: frozenset[int] = frozenset()
     spilt: frozenset[int] = frozenset()
+    waiting: frozenset[int] = frozenset()
     on_disks: frozenset[int] = frozenset()
     wholly_on_disks: frozenset[int] = frozenset()
     sums_on_disks: frozenset[int] = frozenset()
@@ -126,7 +128,10 @@ class Schedule:
         return self.sums_on_gpu(chunk) and not self.is_resident(chunk)
 
     def all_in_grad32(self, chunk: int) -> bool:
-        return self.job.all_in_grad32(chunk, self.modes.summed)
+        return chunk not in self.modes.waiting and self.job.all_in_grad32(chunk, self.modes.summed)
+
+    def sum_list(self, chunk: int) -> str:
+        return "grad" if chunk in self.modes.waiting else "grad32"
 
     def folds(self, chunk: int) -> bool:
         """A moving chunk's update adds its last gradient, in time of its own (on several ranks only on the host)."""

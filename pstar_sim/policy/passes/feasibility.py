@@ -69,6 +69,7 @@ def needed_on_host(job: Job, modes: Modes) -> int:
     """What is neither pinned nor on disks, and one passing gradient."""
     # If no sum spills and no sum waits for the barrier, the sums of streamed chunks are never on the host.
     never = frozenset[int]() if modes.spilt or job.barrier is not None else modes.summed & modes.streamed
+    never |= modes.waiting
     needed = held_on_host(job, modes.pinned, ((c, "grad32") for c in never))
     needed -= sum(modes.bytes_on_disks(job, c) for c in modes.on_disks)
     needed += trips_bytes(job, modes)

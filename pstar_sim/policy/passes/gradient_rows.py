@@ -1,7 +1,8 @@
 """Gradients. In micro-batches but the last each has a list of its own: it opens, is summed over the ranks, goes down
 and is added; the last overwrites the working list and goes down in it. In a layer-major workload, and in
 `Modes.summed`, one list takes all micro-batches', and may go down and up between two (`Schedule.sums`); in the end it
-goes down, or waits on the GPU for a streamed chunk's update."""
+goes down, or waits on the GPU for a streamed chunk's update. In `Modes.waiting` the first of two gradients waits in a
+list of its own beside the last, which the update adds."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def room(job: Job, block: int, summed: frozenset[int] = frozenset()) -> int:
     return sum(size for c, size in job.gradient_lists[block] if job.ranks > 1 or c not in summed)
 
 
-def held(job: Job, sums: Mapping[int, Sequence[Stretch]], at: Sequence[int], count: int) -> list[int]:
+def held(job: Job, modes: Modes, sums: Mapping[int, Sequence[Stretch]], at: Sequence[int], count: int) -> list[int]:
     """Sums that modes ask for, per position, on several ranks with lists of last gradients.
 
     at, sums: as in `Schedule`.
@@ -39,7 +40,7 @@ def held(job: Job, sums: Mapping[int, Sequence[Stretch]], at: Sequence[int], cou
             arriving = sum(job.layout.payload_bytes(c, name) for name in job.gradient_names(summed=True))
             change[at[job.block_of[first]]] += arriving
             change[at[job.block_of[last]] + 1] -= arriving
-        size = job.layout.payload_bytes(c, "grad32")
+        size = job.layout.payload_bytes(c, "grad" if c in modes.waiting else "grad32")
         for stretch in stretches:
             change[stretch.first] += size
             change[stretch.last + 1] -= size
@@ -49,7 +50,7 @@ def held(job: Job, sums: Mapping[int, Sequence[Stretch]], at: Sequence[int], cou
 def adds_s(job: Job, modes: Modes) -> list[float]:
     """Block -> adds on the GPU to earlier micro-batches."""
     seconds = [0.0] * len(job.blocks)
-    there = job.small | modes.pinned | modes.summed
+    there = job.small | modes.pinned | modes.summed - modes.waiting
     for (c, _), at in job.cost.gpu_adds.moments_s.items():
         if job.sums_on_gpu or c in there:
             for moment, took_s in at.items():
@@ -116,7 +117,8 @@ class GradientRows:
             after: After = ((self._freed[c], 0),) if number else ()
             after += self._behind_older(c)
             self._opened.append((c, len(rows.rows)))
-            names = schedule.job.gradient_names(summed=schedule.sums_on_gpu(c))
+            there = schedule.sums_on_gpu(c) and c not in schedule.modes.waiting
+            names = schedule.job.gradient_names(summed=there)
             if number == 0 and schedule.job.ranks > 1 and schedule.adds_up(c):
                 names = ("grad32", *names)
             for name in names:

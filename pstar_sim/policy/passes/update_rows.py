@@ -131,7 +131,8 @@ class UpdateRows:
         job = schedule.job
         moment = job.uses.last_gradient(c)
         if job.several:
-            rows.release_of[c, "grad32"] = rows.drop(c, "grad32", moment)
+            name = schedule.sum_list(c)
+            rows.release_of[c, name] = rows.drop(c, name, moment)
             self.disks.write(c, "grad32", here)
         key, ready = rows.down_key(c), ((here, 0),)
         for number, name in enumerate(job.states_of(c)):

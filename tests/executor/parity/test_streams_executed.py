@@ -43,6 +43,26 @@ def test_equals_plain_adamw_while_states_come_and_go(
         assert kit.distance(values[name], parameter.detach()) <= RELATIVE, name
 
 
+@pytest.mark.parametrize(("update", "clip"), [("eager", None), ("step", 0.5), ("step", None)])
+@pytest.mark.usefixtures("streaming")
+def test_the_first_of_two_gradients_waits_for_the_update(
+    kit: Any, start: Callable[..., Any], update: str, clip: float | None
+) -> None:
+    """In bf16 it takes half the bytes of a sum, which no list on the GPU has: the update, and the norm, add both. An
+    iteration off the plan finds it, too."""
+    run = start("mlp", "optimal", update=update, micro_batches=2, clip=clip, dtype=torch.bfloat16, replan_after=0)
+    waiting = {s.chunk for s in run.plan.steps if (s.kind, s.list, s.place) == (Kind.ALLOC, "grad", Place.GPU)}
+    streamed = {c for c, mode in enumerate(run.plan.modes) if mode == "stream"}
+    assert streamed & waiting and not any(s.kind is Kind.CPU_ADD and s.chunk in streamed for s in run.plan.steps)
+    for off_plan in (False, True, False):
+        mine, theirs = kit.train_both(run.model, run.reference, run.optimizer, run.batches, steps=2, micro_batches=2)
+        assert mine == pytest.approx(theirs, rel=RELATIVE, abs=0)
+        if off_plan:
+            for _ in range(2):
+                kit.loss_of(run.model, next(run.batches))  # a forward alone: the rest of the iteration is off the plan
+    assert run.session.deviations
+
+
 @pytest.mark.parametrize(("update", "micro_batches", "clip"), [("eager", 1, None), ("step", 3, 0.5)])
 @pytest.mark.usefixtures("streaming")
 def test_parameters_that_never_leave_have_no_list_on_the_host(
