@@ -9,12 +9,11 @@ from pstar_sim.catalog.model_shapes import count_params, model_entry, model_name
 from pstar_sim.errors import CatalogError, UnknownName
 
 
-@pytest.mark.parametrize("name", model_names())
-def test_count_is_that_of_the_shape(name: str) -> None:
-    m = model_entry(name)
-    assert count_params(m) == m.params
-    assert m.head_dim * m.heads == m.hidden or m.own_head_dim or m.latent
-    assert m.source
+def test_count_is_that_of_the_shape() -> None:
+    for m in map(model_entry, model_names()):
+        assert count_params(m) == m.params, m.name
+        assert m.head_dim * m.heads == m.hidden or m.own_head_dim or m.latent, m.name
+        assert m.source, m.name
 
 
 # Published totals, as the released checkpoints have them.

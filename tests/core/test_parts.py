@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from drawn import LITTLE_EFFORT
 from msgspec import structs
 
 from pstar_sim.core.layout import build_layout
@@ -180,7 +181,7 @@ def test_random_plans_in_parts_are_proved() -> None:
         machine = random_ranks(rng, random_machine(rng, w), rng.choice((1, 1, 2, 4)))
         policy = built_in()[rng.choice(("tide", "static_partition", "optimal", "l2l", "zero_offload", "patrickstar"))]
         try:
-            plan = policy(w, machine, random_settings(rng))
+            plan = policy(w, machine, replace(random_settings(rng), effort=LITTLE_EFFORT))
         except (DoesNotFit, CannotPlan):
             continue
         counts = {c.index: rng.choice((2, 3, 5)) for c in plan.layout.chunks if rng.random() < 0.7}

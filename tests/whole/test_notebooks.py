@@ -107,10 +107,11 @@ def test_a_notebook_was_committed_executed_and_is_thin(path: Path) -> None:
 @pytest.mark.parametrize(
     "path", [pytest.param(p, marks=[pytest.mark.whole] * (p.stem in ASKED), id=p.stem) for p in NOTEBOOKS]
 )
-def test_a_notebook_runs(path: Path, whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without --whole, the cells of IN_SMALL ask for less."""
+def test_a_notebook_runs(path: Path, whole: bool, python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without --whole, the cells of IN_SMALL ask for less. The kernel is `python` with what it would import."""
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")
+    monkeypatch.setattr("sys.executable", python)
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
     monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")

@@ -148,16 +148,17 @@ def event(state: State, act: Act, f: World) -> Answer | Refusal:
     return Answer.NOTHING if state is State.BETWEEN and act is Act.STEP else Answer.LEAVE
 
 
-@pytest.mark.parametrize(("state", "act"), PAIRS, ids=lambda each: each.name)
-def test_every_pair_in_every_world(state: State, act: Act) -> None:
-    for facts in worlds(state, act):
-        expected = contract(state, act, facts)
-        if isinstance(expected, Answer):
-            assert answer(state, act, Said(facts)) is expected, facts
-            continue
-        with pytest.raises(ContractError) as error:
-            answer(state, act, Said(facts))
-        assert str(error.value) == str(refused(expected, Said({}))), facts
+@pytest.mark.parametrize("state", State, ids=lambda state: state.name)
+def test_every_pair_in_every_world(state: State) -> None:
+    for act in (act for of, act in PAIRS if of is state):
+        for facts in worlds(state, act):
+            expected = contract(state, act, facts)
+            if isinstance(expected, Answer):
+                assert answer(state, act, Said(facts)) is expected, (act, facts)
+                continue
+            with pytest.raises(ContractError) as error:
+                answer(state, act, Said(facts))
+            assert str(error.value) == str(refused(expected, Said({}))), (act, facts)
 
 
 def test_the_table_is_whole() -> None:
