@@ -1,8 +1,9 @@
-"""Stages of a pipeline on GPUs that differ: cut evenly, cut by speed, and the batch shared by speed instead.
+"""Stages of a pipeline and shares of layers on GPUs that differ, even and by speed, and the batch shared by speed
+instead.
 
-Each row is a model on a machine of two kinds of GPUs, as predicted: two stages of equal depth, two stages cut by speed
-(planner/stages_cut.py), and data parallelism with `whale`'s shares. V100 and P100 are those of Whale's own figures (1.2
-to 1.4 times an even split).
+Each row is a model on a machine of two kinds of GPUs, as predicted: two stages of equal depth, two stages cut by speed,
+layers split over all GPUs in equal shares and in shares by speed (planner/stages_cut.py), and data parallelism with
+`whale`'s shares. V100 and P100 are those of Whale's own figures (1.2 to 1.4 times an even split).
 
     python benchmarks/mixed_stages.py               # writes benchmarks/results/mixed_stages.json
 """
@@ -41,6 +42,7 @@ CASES = (
     Case(machine="v100-16+p100-16", model="gpt2-medium", dtype="fp32", batch=2, seq=512),
     Case(machine="v100-16x2+p100-16x2", model="gpt2-medium", dtype="fp32", batch=4, seq=512),
     Case(machine="a100-80x2+v100-32x2", model="gpt2-large", dtype="fp16", batch=4, seq=512),
+    Case(machine="a100-40+v100-32", model="gpt2-large", dtype="fp16", batch=2, seq=512),
     Case(machine="rtx5090+rtx3090", model="llama-3.2-1b", dtype="bf16", batch=2, seq=512),
 )
 
@@ -67,6 +69,8 @@ def row_of(case: Case) -> dict[str, object]:
     even, speed = (
         plan_stages(job, load_machine(case.machine), POLICY, Parallelism(pipeline=2, cut=cut)) for cut in CUTS
     )
+    machine = load_machine(case.machine)
+    split = plan_stages(job, machine, POLICY, Parallelism(tensor=machine.world_size))
     return asdict(case) | {
         "even_s": even.iteration_s,
         "speed_s": speed.iteration_s,
@@ -75,6 +79,9 @@ def row_of(case: Case) -> dict[str, object]:
         "speed": depths(speed.plans.plans),
         "gpus": [plan.machine.gpu.name for plan in speed.plans.plans],
         "shared_s": shared_s(case),
+        "split": split.plans.split,
+        "split_s": split.iteration_s,
+        "split_gain": split.gain_of_split,
     }
 
 

@@ -5,17 +5,21 @@ its own machine and layout: receives and meetings only delay. If the optimizer s
 shorter than the longest path from one meeting to the next: through the moments of a stage in their order, and through
 each transfer, which begins when both stages have ended the moments that it follows and for which the moments that need
 it wait. Updates, copies, and the order of transfers on their queues are left out of the path; they only delay. The
-larger is the bound, that of the cut, the schedule and the micro-batches: another cut may be faster.
+larger is the bound, that of the cut, the schedule and the micro-batches: another cut may be faster. Kinds of GPUs that
+split layers wait for each other at each sum instead.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 from pstar_sim.bounds.bounds import lower_bound
 from pstar_sim.bounds.certificate import certificate_of
 from pstar_sim.core.plan_set import BorderKey, PlanSet, border_key, has_barrier
 from pstar_sim.cost import CostModel, cost_of
+from pstar_sim.workload.tape import TENSOR
+from pstar_sim.workload.workload import Workload
 
 
 def stages_bound_s(plans: PlanSet) -> float:
@@ -25,9 +29,32 @@ def stages_bound_s(plans: PlanSet) -> float:
     alone_s = max(
         lower_bound(p.workload, p.machine, p.settings, p.layout, ranked=p.ranked).seconds for p in plans.plans
     )
-    if not has_barrier(plans.plans):
-        return alone_s
-    return max(alone_s, _path_s(plans, [cost_of(plan.workload, plan.machine, plan.layout) for plan in plans.plans]))
+    costs = [cost_of(plan.workload, plan.machine, plan.layout) for plan in plans.plans]
+    if plans.shares:
+        jobs = [(cost.workload, cost.moments_s) for cost in costs]
+        return max(alone_s, seconds_in_step(jobs, again=not has_barrier(plans.plans)))
+    return max(alone_s, _path_s(plans, costs)) if has_barrier(plans.plans) else alone_s
+
+
+def seconds_in_step(jobs: Sequence[tuple[Workload, Sequence[float]]], *, again: bool = False) -> float:
+    """By [Note: shares of layers] in core/plan_set.py.
+
+    jobs: with the seconds of their moments.
+    again: the next iteration begins without a meeting.
+    """
+    each = [_stretches(workload, seconds) for workload, seconds in jobs]
+    if again:
+        each = [[own[0] + own[-1], *own[1:-1]] if len(own) > 1 else own for own in each]
+    return float(sum(max(stretch) for stretch in zip(*each, strict=True)))
+
+
+def _stretches(workload: Workload, seconds: Sequence[float]) -> list[float]:
+    found = [0.0]
+    for moment, own_s in zip(workload.moments, seconds):
+        found[-1] += own_s
+        if any(group == TENSOR for _, group, _ in moment.collectives):
+            found.append(0.0)
+    return found
 
 
 def _path_s(plans: PlanSet, costs: list[CostModel]) -> float:

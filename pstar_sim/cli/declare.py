@@ -79,7 +79,6 @@ def _help(kind: Any, axis: Axis) -> str:
 
 
 def _as_flag(kind: Any, name: str, annotation: Any) -> Any:
-    """In typer's form: an axis becomes an option."""
     axis = getattr(annotation, "__metadata__", (None,))[0]
     if not isinstance(axis, Axis):
         return annotation

@@ -30,8 +30,6 @@ def _file(what: str) -> typer.models.OptionInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class _Targets:
-    """Frameworks' configurations to write, or a timeline."""
-
     SECTION = "what is written"
 
     perfetto: Annotated[

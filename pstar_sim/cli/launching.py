@@ -34,8 +34,6 @@ _NOT_SCRIPTS = frozenset({".json", ".yaml", ".yml", ".toml", ".sh", ".ipynb", ".
 
 @dataclass(frozen=True, kw_only=True)
 class _LaunchFlags(DisksFlag):
-    """The script, and the machine that it is planned for."""
-
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="a Python file that trains with transformers.Trainer")]
     arguments: Annotated[
         list[str] | None,

@@ -439,7 +439,6 @@ def stages(
     from pstar_sim.core.set_file import read_plans
     from pstar_sim.report.stages import stages_csv, stages_figure
     from pstar_sim.sim.play import play_stages
-    from pstar_sim.units import format_count
 
     check_looks(drawn, picture, [path])
     plans = read_plans(Path(path))
@@ -449,7 +448,7 @@ def stages(
         prove_set(plans)
     timelines = play_stages(plans)
     draw(lambda look: stages_figure(plans, timelines, look=look), drawn, picture)
-    tell(f"{drawn}: {format_count(len(plans.plans), 'stage')}")
+    tell(f"{drawn}: {plans.count}")
     if picture.data is not None:
         write_table(picture.data, stages_csv(plans, timelines))
     return 0
@@ -575,7 +574,6 @@ def _timelines_of(plans: Sequence[str]) -> tuple[list[Timeline], str]:
 
 
 def _with_error(title: str, errors: Sequence[float | None]) -> str:
-    """Of a picture, with the largest error of its predicted seconds."""
     from pstar_sim.units import format_error
 
     known = [error for error in errors if error is not None]

@@ -79,8 +79,6 @@ class _TraceFlags(Axes):
 
 @dataclass(frozen=True, kw_only=True)
 class _SnapshotFlags:
-    """A run's tide under any framework, in place of a trace."""
-
     SECTION = "a snapshot of torch, instead of MODEL"
 
     from_snapshot: Annotated[

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pstar_sim.catalog.machine import Machine
     from pstar_sim.cli.likes import Likes
     from pstar_sim.core.plan_set import PlanSet
-    from pstar_sim.planner.stages_compared import StagesComparison
+    from pstar_sim.planner.stages_compared import StagesComparison, StagesRow
     from pstar_sim.policy.registry import Policy
     from pstar_sim.workload.parallelism import Parallelism
 
@@ -166,7 +166,7 @@ def plan_spread(
     from pstar_sim.core.set_file import save_set
     from pstar_sim.policy.registry import STAGED
     from pstar_sim.report.stages import stages_text
-    from pstar_sim.units import format_bytes, format_count, format_s
+    from pstar_sim.units import format_bytes, format_s
 
     found = _asked(job, machine_of(on), setting, parallel, STAGED if policy == "auto" else [policy], quiet=json)
     if found.best is None:
@@ -185,10 +185,17 @@ def plan_spread(
     peak, how = max(row.peak_gpu_bytes), f" recomputing {row.recompute}" if row.recompute else ""
     tell(
         f"{path}: {row.policy}, {row.parallel}{how}, {format_s(best.iteration_s)} per iteration, a bubble of "
-        f"{best.bubble:.0%}; peaks at {format_bytes(peak)} of the GPU, of stage {row.peak_gpu_bytes.index(peak)}; "
-        f"{sum(len(plan.steps) for plan in best.plans.plans)} steps in {format_count(len(best.plans.plans), 'stage')}"
+        f"{best.bubble:.0%}; peaks at {format_bytes(peak)} of the GPU, of "
+        f"{best.plans.names[row.peak_gpu_bytes.index(peak)]}; "
+        f"{sum(len(plan.steps) for plan in best.plans.plans)} steps in {best.plans.count}{_split(row)}"
     )
     return 0
+
+
+def _split(row: StagesRow) -> str:
+    from pstar_sim.report.stages import split_words
+
+    return f"; {split_words(row)}" if row.split else ""
 
 
 def check_set(path: str, plans: PlanSet, *, json: bool) -> int:
@@ -199,6 +206,7 @@ def check_set(path: str, plans: PlanSet, *, json: bool) -> int:
     reports, seconds = examine_set(plans)
     cut = plans.parallelism.cut
     unchecked = [f"cut={cut}, by which the planner chose each stage's layers"] if cut != CUTS[0] else []
+    unchecked += [f"shares of layers by speed, {plans.split}, and what they gain"] if plans.shares else []
     stated = " as stated" if all("iteration_s" in plan.predictions for plan in plans.plans) else ""
     if json:
         stages = [{"steps": report.steps, "peak_bytes": report.peak_bytes} for report in reports]
@@ -209,11 +217,11 @@ def check_set(path: str, plans: PlanSet, *, json: bool) -> int:
         say_answer(header, plan=path, ok=True, **said, stages=stages)
         return 0
     first = plans.plans[0]
-    count, meetings = format_count(len(plans.plans), "stage"), format_count(len(plans.meetings), "meeting")
-    lines = [f"{path}: {first.policy} for {first.workload.model} on {count} ({plans.parallelism})"]
+    meetings = format_count(len(plans.meetings), "meeting")
+    lines = [f"{path}: {first.policy} for {first.workload.model} on {plans.count} ({plans.parallelism})"]
     for n, report in enumerate(reports):
         what, *peaks = report.describe().splitlines()[: 1 + len(report.peak_bytes)]
-        lines += [f"stage {n}: {what}", *(f"  {peak}" for peak in peaks)]
+        lines += [f"{plans.names[n]}: {what}", *(f"  {peak}" for peak in peaks)]
     lines.append(f"{meetings}, in no circle; simulated together{stated}: {seconds:.6g} s per iteration")
     lines += [f"not checked: {what}" for what in unchecked]
     tell("\n".join(lines))

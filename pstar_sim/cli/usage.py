@@ -112,7 +112,6 @@ def _flag_of(context: Any, word: str, flags: Mapping[str, Any]) -> Any:
 
 
 def _commands_with(context: Any, name: str) -> list[str]:
-    """Of the same group, or those of a group that was given none."""
     within = f"{context.command.name} " if hasattr(context.command, "commands") else ""
     group = context.command if within else getattr(context.parent, "command", None)
     commands = getattr(group, "commands", {}).items()

@@ -202,7 +202,6 @@ class _Chooser:
                 heappush(ready[queue_of[j]], base + rank[j])
 
     def _start(self, q: int, i: int, k: int) -> bool:
-        """Whether the step took no time and has ended."""
         c = self.columns
         if q != COMPUTE:
             heappop(self.ready[q])
@@ -334,7 +333,6 @@ class _Chooser:
         return None
 
     def _with_starts(self, outcome: Window) -> Window:
-        """Of the latest window that was run."""
         begin_s = self.starts_s[0]
         return replace(outcome, starts_s=[start_s - begin_s for start_s in self.starts_s])
 

@@ -1,4 +1,8 @@
-"""PlanSet: the plans of a pipeline's stages, and where their steps meet.
+"""PlanSet: the plans of a pipeline's stages, or of kinds of GPUs that split layers, and where their steps meet.
+
+[Note: shares of layers] Kinds of GPUs that split layers may have unlike shares (`PlanSet.shares`), and a plan each. A
+moment with sums over them ends on all with the last, as if all its sums came at its end. All run their moments in one
+order, so these meetings make no circle.
 
 All ranks of a stage run one plan. A send and its receive begin when both stages have come to them, and end together (a
 rendezvous; nothing is buffered). Where Adam waits for all gradients of the model, the optimizer steps of all stages
@@ -9,11 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind
 from pstar_sim.errors import PlanError
+from pstar_sim.units import format_count
 from pstar_sim.workload.parallelism import Parallelism
+from pstar_sim.workload.tape import TENSOR
 from pstar_sim.workload.workload import Border
 
 
@@ -24,20 +31,59 @@ class Meeting:
     steps: tuple[tuple[int, int], ...]
 
 
+class Share(NamedTuple):
+    """Of a kind of GPU: its ranks in a group that splits layers, and the parts of a layer of each."""
+
+    ranks: int
+    parts: int
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlanSet:
-    """The plans in the stages' order; checker/meetings.py proves them.
+    """checker/meetings.py proves it.
 
-    Raises PlanError for another number of plans than the parallelism has stages.
+    plans: in the order of the stages, or of `shares`.
+    shares: [Note: shares of layers]; () for equal ones.
+
+    Raises PlanError for another number of plans than stages or shares.
     """
 
     parallelism: Parallelism
     plans: tuple[Plan, ...]
     meetings: tuple[Meeting, ...]
+    shares: tuple[Share, ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.plans) != self.parallelism.pipeline:
-            raise PlanError(f"{len(self.plans)} plans for {self.parallelism.pipeline} stages; each stage has one")
+        count, what = (len(self.shares), "share") if self.shares else (self.parallelism.pipeline, "stage")
+        if len(self.plans) != count:
+            raise PlanError(f"{len(self.plans)} plans for {count} {what}s; each {what} has one")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        if self.shares:
+            return tuple(plan.machine.gpu.name for plan in self.plans)
+        return tuple(f"stage {stage}" for stage in range(len(self.plans)))
+
+    @property
+    def count(self) -> str:
+        return f"{len(self.plans)} kinds of GPUs" if self.shares else format_count(len(self.plans), "stage")
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Ranks for which each plan stands, in proportion."""
+        return tuple(share.ranks for share in self.shares) or (1,) * len(self.plans)
+
+    @property
+    def split(self) -> str:
+        """Such as "a100-40 5/8, v100-16 3/8"."""
+        whole = sum(share.ranks * share.parts for share in self.shares)
+        return ", ".join(f"{name} {share.parts}/{whole}" for name, share in zip(self.names, self.shares))
+
+
+def sums_of(plan: Plan) -> dict[int, int]:
+    """Step -> its moment, of those with sums over ranks that split layers."""
+    summed = {n for n, m in enumerate(plan.workload.moments) if any(group == TENSOR for _, group, _ in m.collectives)}
+    return {s.id: s.moment for s in plan.steps if s.kind is Kind.COMPUTE and s.moment in summed}
 
 
 BorderKey = tuple[int, int, str, int, int]

@@ -19,9 +19,9 @@ from pstar_sim.core.plan_file import (
     text_of,
     with_whole_jobs,
 )
-from pstar_sim.core.plan_set import Meeting, PlanSet
+from pstar_sim.core.plan_set import Meeting, PlanSet, Share
 from pstar_sim.files import write_atomically
-from pstar_sim.schema.fields import says
+from pstar_sim.schema.fields import Natural, says
 from pstar_sim.schema.records import read_record
 from pstar_sim.workload.parallelism import Parallelism
 
@@ -34,7 +34,11 @@ class SetFile:
     meetings: Annotated[
         tuple[tuple[tuple[int, int], ...], ...], says("[stage, id of its step] of the steps that begin together")
     ]
-    stages: Annotated[tuple[PlanFile, ...], says("the plan of each stage")]
+    stages: Annotated[tuple[PlanFile, ...], says("the plan of each stage, or kind of GPU")]
+    shares: Annotated[
+        tuple[tuple[Natural, Natural], ...],
+        says("[ranks in a group that splits layers, parts of a layer of each] of kinds of GPUs that have unequal ones"),
+    ] = ()
 
 
 def save_set(plans: PlanSet, path: Path) -> None:
@@ -42,6 +46,7 @@ def save_set(plans: PlanSet, path: Path) -> None:
         **HEAD,
         "parallelism": str(plans.parallelism),
         "meetings": [[list(member) for member in meeting.steps] for meeting in plans.meetings],
+        **({"shares": [list(share) for share in plans.shares]} if plans.shares else {}),
     }
     stages = ",\n".join(map(text_of, plans.plans))
     write_atomically(path, object_text(header, f'"stages": [\n{stages}\n]'))
@@ -58,6 +63,7 @@ def read_plans(path: Path) -> Plan | PlanSet:
             parallelism=Parallelism.parse(found.parallelism),
             plans=tuple(plan_of(each, text) for each in found.stages),
             meetings=tuple(Meeting(steps) for steps in found.meetings),
+            shares=tuple(Share(*share) for share in found.shares),
         )
 
 

@@ -312,7 +312,6 @@ def _loading(stage: int) -> str:
 
 
 def _micro_batches(found: KeyReading) -> int | None:
-    """An iteration's batch alone is one micro-batch."""
     alone = found.known("train_batch") is not None and not {"batch_per_gpu", "micro_batches"} & found.named
     return 1 if alone else found.known("micro_batches")
 

@@ -71,9 +71,10 @@ def express_set(
         details=(*own.detail.items(), *([("sequence", plan.workload.sequence * parts)] if parts > 1 else [])),
     )
     cannot = [] if said == spread else [f"{spread}: {configuration.framework} has {said}"]
-    if more := [str(n) for n, shares in enumerate(kept) if shares != kept[stage]]:
+    cannot += [f"{plans.split} of each layer: {configuration.framework} has equal shares"] if plans.shares else []
+    if more := [plans.names[n] for n, shares in enumerate(kept) if shares != kept[stage]]:
         cannot.append(
-            f"what stages {', '.join(more)} keep on the GPU beyond stage {stage}: the file has one place for all"
+            f"what {', '.join(more)} keep on the GPU beyond {plans.names[stage]}: the file has one place for all"
         )
     return Expressed(configuration=configuration, says=(str(said), *found.says), cannot=(*found.cannot, *cannot))
 

@@ -143,7 +143,6 @@ _ALL = 20 << 40
 
 
 def _virtual(found: KeyReading, file: str) -> int:
-    """Parts of the model that a stage has."""
     stages, layers, each = found["pipeline"], found["layers"], found["each_layers"]
     if stages == 1 or (found["virtual"] is None and each is None):
         return 1

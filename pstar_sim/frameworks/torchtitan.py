@@ -179,7 +179,6 @@ def degrees(spread: Parallelism) -> Parallelism:
 
 
 def _degrees(c: Configuration) -> dict[str, object]:
-    """A pipeline's micro-batches are one local batch's."""
     spread = c.parallelism
     if spread is None:
         return {}

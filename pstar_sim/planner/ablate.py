@@ -204,7 +204,6 @@ def _unheard(done: int, count: int) -> None:
 
 
 def _in_its_order(policy: str, each: Sequence[Workload], machine: Machine, settings: Settings) -> str:
-    """A policy that chooses the order of the iteration comes with its choice."""
     if not can(policy).tries_others:
         return policy
     found = compare(each, machine, policies=[policy], settings=settings, barrier_cost=False, near=False)

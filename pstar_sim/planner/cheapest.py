@@ -215,8 +215,6 @@ def _rank(row: Offer) -> tuple[float, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Question:
-    """`batch` counts the sequences of an iteration."""
-
     job: Job
     batch: int
     loading: Loading

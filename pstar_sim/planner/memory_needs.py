@@ -185,7 +185,6 @@ def with_room(
 def _may_have_room(
     policy: str | Policy, workload: Workload, machine: Machine, settings: Settings, loading: Loading
 ) -> bool:
-    """Without disks."""
     able = can(policy)
     try:
         if able.point is not None:
@@ -567,7 +566,6 @@ def _asynchronous_need(job: Job, machine: Machine, loading: Loading, *, fewest: 
 
 
 def _payloads(job: Job, pins: int) -> dict[tuple[int, str], int]:
-    """The lists of every chunk that is not pinned, and gradients that pass."""
     pinned = frozenset(job.candidates[:pins])
     sizes = {
         (c, name): job.layout.payload_bytes(c, name)

@@ -162,7 +162,6 @@ class Elsewhere:
             yield _Option(flags=f"--loading {way}", size=size, given={"loading": way})
 
     def _kernels(self, shape: ModelEntry) -> Iterator[_Option]:
-        """Flash attention for math, and fused kernels for eager ones."""
         w = self.workload
         given: dict[str, Any] = {}
         if w.attention in ATTENTION and ATTENTION[w.attention].torch == "math":

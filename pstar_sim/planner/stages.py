@@ -10,7 +10,6 @@ theirs, and the faster set kept. Of several ways only the fastest is.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,32 +20,48 @@ from pstar_sim.catalog.model_shapes import ModelEntry
 from pstar_sim.core.check_report import CheckReport
 from pstar_sim.core.checker.meetings import prove_set
 from pstar_sim.core.plan import Plan, Settings
-from pstar_sim.core.plan_set import PlanSet, meetings_of, slices_as
+from pstar_sim.core.plan_set import PlanSet, Share, meetings_of, slices_as
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import cost_of
-from pstar_sim.errors import CannotPlan, DoesNotFit, FalseFigures, PlanError
+from pstar_sim.errors import CannotPlan, DoesNotFit, FalseFigures, ModelError, PlanError
 from pstar_sim.planner.binding import bound_by
 from pstar_sim.planner.jobs import Job
-from pstar_sim.planner.stages_cut import layers_of, stages_of
+from pstar_sim.planner.stages_cut import Cut
 from pstar_sim.planner.stages_machines import machine_of_stage
 from pstar_sim.planner.stated import SECONDS_AGREE
 from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.policy.registry import Policy, can, find_policy, sharded_as
 from pstar_sim.sim.play import play_stages
-from pstar_sim.workload.parallelism import CUTS, Parallelism
+from pstar_sim.workload.parallelism import Parallelism
 from pstar_sim.workload.workload import Workload
 
+EVEN = "even_split_s"
+"""Key of predictions: seconds with equal shares of layers."""
 _OTHER_STAGES = (Queue.SEND, Queue.RECEIVE, "stages")
 """Causes of a wait for another stage, as a timeline names them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlannedStages:
-    """timelines: of the stages, from one simulation of all."""
+    """timelines: of the plans, from one simulation of all."""
 
     plans: PlanSet
     timelines: tuple[Timeline, ...]
+
+    @property
+    def gain_of_split(self) -> float | None:
+        """Over equal shares of layers; None without such a plan."""
+        even_s = self.plans.plans[0].predictions.get(EVEN)
+        return None if even_s is None else even_s / self.iteration_s
+
+    @cached_property
+    def computing(self) -> tuple[float, ...]:
+        """Share of the iteration, by plan."""
+        seconds = [timeline.busy_s["compute"] for timeline in self.timelines]
+        if self.plans.shares:  # whose moments end with those of others
+            seconds = [sum(cost_of(p.workload, p.machine, p.layout).moments_s) for p in self.plans.plans]
+        return tuple(busy_s / self.iteration_s for busy_s in seconds)
 
     @property
     def bound_by(self) -> str:
@@ -78,9 +93,9 @@ class PlannedStages:
 
     @property
     def bubble(self) -> float:
-        """Share of the iteration in which a GPU computes nothing, mean of the stages."""
-        busy = sum(t.busy_s["compute"] for t in self.timelines) / len(self.timelines)
-        return 1 - busy / self.iteration_s
+        """Share of the iteration in which a GPU computes nothing, mean of the GPUs."""
+        counts = self.plans.counts
+        return 1 - sum(count * share for count, share in zip(counts, self.computing)) / sum(counts)
 
     @property
     def sums(self) -> float:
@@ -102,14 +117,14 @@ def plan_stages(
     shape: ModelEntry | None = None,
     again: bool = True,
     pins: Sequence[int] = (),
-    workloads: Sequence[Workload] = (),
+    cut: Cut | None = None,
 ) -> PlannedStages:
-    """Plans and simulates all stages.
+    """Plans and simulates all stages, or kinds of GPUs; of these shares by speed or, if faster, equal ones.
 
     shape: the model's, if it is not in the catalog.
     again: [Note: planned again].
-    pins: of each stage, for a policy that searches for their number; empty: searched for.
-    workloads: of the stages, if written already.
+    pins: of each plan, for a policy that searches for their number; empty: searched for.
+    cut: if known.
 
     Raises PstarError for degrees that the job or the machine does not allow, and DoesNotFit and CannotPlan, naming the
     stage.
@@ -117,30 +132,49 @@ def plan_stages(
     settings = settings or Settings()
     if parallelism.data_on(machine.world_size) * parallelism.context > 1:
         policy = sharded_as(policy, parallelism.shard)
-    functions = [_pinned(policy, each) for each in pins or (None,) * parallelism.pipeline]
-    most = [sys.maxsize] * parallelism.pipeline  # layers of each stage
-    workloads = workloads or stages_of(job, machine, parallelism, shape=shape, most=most)
+    cut = cut or Cut(job=job, machine=machine, parallelism=parallelism, shape=shape)
+    planned = _planned(cut, policy, settings, pins)
+    if planned.plans.shares:
+        return _faster_than_even(planned, cut, policy, settings, pins)
+    return planned_again(planned, policy, settings) if again else planned
+
+
+def _planned(cut: Cut, policy: str | Policy, settings: Settings, pins: Sequence[int]) -> PlannedStages:
+    spread = cut.parallelism
+    functions = [_pinned(policy, each) for each in pins or (None,) * cut.members]
+    refusals: list[DoesNotFit] = []
     while True:
         plans: list[Plan] = []
         try:
             plans += (
-                function(w, machine_of_stage(machine, parallelism, n), settings)
-                for n, (w, function) in enumerate(zip(workloads, functions))
+                function(w, machine_of_stage(cut.machine, spread, n), settings)
+                for n, (w, function) in enumerate(zip(cut.workloads, functions))
             )
             break
         except DoesNotFit as error:
-            stage = len(plans)
-            cut = layers_of(job, machine, parallelism, shape=shape, most=most)
-            most[stage] = len(cut[stage]) - 1
-            if parallelism.cut == CUTS[0] or error.place != "gpu" or not most[stage] or sum(most) < cut[-1].stop:
-                raise error.restated(what=f"{_named(parallelism, stage)}{error.what}") from error
-            workloads = stages_of(job, machine, parallelism, shape=shape, most=most)
+            refusals.append(error.restated(what=f"{_named(cut, len(plans))}{error.what}"))
+            less = cut.relieved(len(plans)) if error.place == "gpu" else None
+            if less is None:
+                raise min(refusals, key=lambda each: each.short_bytes) from error
+            cut = less
         except (CannotPlan, PlanError) as error:
-            raise CannotPlan(f"{_named(parallelism, len(plans))}{error}") from error
-    if not all(slices_as(plan, parallelism.shard) for plan in plans):
-        raise CannotPlan(f"{plans[0].policy} slices otherwise; leave shard={parallelism.shard} out")
-    planned = _together(parallelism, plans)
-    return planned_again(planned, policy, settings) if again else planned
+            raise CannotPlan(f"{_named(cut, len(plans))}{error}") from error
+    if not all(slices_as(plan, spread.shard) for plan in plans):
+        raise CannotPlan(f"{plans[0].policy} slices otherwise; leave shard={spread.shard} out")
+    return _together(spread, plans, cut.shares)
+
+
+def _faster_than_even(
+    planned: PlannedStages, cut: Cut, policy: str | Policy, settings: Settings, pins: Sequence[int]
+) -> PlannedStages:
+    try:
+        even = _planned(replace(cut, even=True, most=()), policy, settings, pins)
+    except (CannotPlan, DoesNotFit, ModelError):
+        return planned
+    best = min(planned, even, key=lambda each: each.iteration_s)
+    stated = {"iteration_s": best.iteration_s, EVEN: even.iteration_s}
+    plans = tuple(replace(plan, predictions=stated) for plan in best.plans.plans)
+    return replace(best, plans=replace(best.plans, plans=plans))
 
 
 def _pinned(policy: str | Policy, pins: int | None) -> Policy:
@@ -151,8 +185,10 @@ def _pinned(policy: str | Policy, pins: int | None) -> Policy:
     return find_policy(policy) if isinstance(policy, str) else policy
 
 
-def _named(spread: Parallelism, stage: int) -> str:
-    return f"stage {stage}: " if spread.pipeline > 1 else ""
+def _named(cut: Cut, member: int) -> str:
+    if cut.shares:
+        return f"{machine_of_stage(cut.machine, cut.parallelism, member).gpu.name}: "
+    return f"stage {member}: " if cut.members > 1 else ""
 
 
 def planned_again(planned: PlannedStages, policy: str | Policy, settings: Settings) -> PlannedStages:
@@ -184,8 +220,8 @@ def _with_waits(plan: Plan, timeline: Timeline) -> Workload:
     return replace(w, moments=moments, source="recorded", recorded_on=plan.machine.name)
 
 
-def _together(parallelism: Parallelism, plans: Sequence[Plan]) -> PlannedStages:
-    made = PlanSet(parallelism=parallelism, plans=tuple(plans), meetings=meetings_of(plans))
+def _together(parallelism: Parallelism, plans: Sequence[Plan], shares: tuple[Share, ...] = ()) -> PlannedStages:
+    made = PlanSet(parallelism=parallelism, plans=tuple(plans), meetings=meetings_of(plans), shares=shares)
     timelines = play_stages(made)
     seconds = max(timeline.iteration_s for timeline in timelines)
     stated = tuple(replace(plan, predictions={"iteration_s": seconds}) for plan in plans)
@@ -201,6 +237,6 @@ def examine_set(plans: PlanSet) -> tuple[tuple[CheckReport, ...], float]:
         stated = plan.predictions.get("iteration_s", seconds)
         if abs(stated - seconds) > SECONDS_AGREE * seconds:
             raise FalseFigures(
-                (f"stage {stage} states {stated:.6g} s per iteration; a simulation takes {seconds:.6g} s",)
+                (f"{plans.names[stage]} states {stated:.6g} s per iteration; a simulation takes {seconds:.6g} s",)
             )
     return reports, seconds

@@ -1,9 +1,9 @@
 """Ways planned and compared.
 
 [Note: in the order of bounds] Ways are planned in the order of their bounds until one is above the fastest plan. A
-way's bound: for any stage the first micro-batch comes through the first parts of the stages before it, the stage
-computes all, and the last goes back; where optimizer steps do not meet, iterations overlap and the stage alone counts.
-A row's (bounds/stages.py) also has updates and copies, and needs a plan. "all" plans every way.
+way's bound: for any stage the first micro-batch comes through the stages before it, the stage computes all, and the
+last goes back; where optimizer steps do not meet, the stage alone counts. A row's (bounds/stages.py) also has updates
+and copies. "all" plans every way.
 
 [Note: less recomputation] All recomputed is tried first. Less keeps more and so waits no less: its bound and these
 waits have to be below the fastest plan. Where they are not known, stage 0's GPU needs room for its activations and
@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
+from pstar_sim.bounds.stages import seconds_in_step
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout, build_layout
 from pstar_sim.core.plan import Settings
@@ -31,7 +32,7 @@ from pstar_sim.planner.asked import OnPart, teller
 from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.machine_notes import machine_notes
 from pstar_sim.planner.stages import PlannedStages, plan_stages, planned_again
-from pstar_sim.planner.stages_cut import micro_batch_of_parts, stages_of
+from pstar_sim.planner.stages_cut import Cut
 from pstar_sim.planner.stages_degrees import ALL_BLOCKS, NOTHING, Way, with_shards
 from pstar_sim.planner.stages_machines import machine_of_stage
 from pstar_sim.planner.utilization import tflops_and_mfu
@@ -58,6 +59,7 @@ class StagesRow:
     short_of: None if it fits.
     needed_bytes, available_bytes: there.
     tflops_per_gpu, mfu: see utilization.py.
+    gain_of_split: as in PlannedStages; split: `PlanSet.split`.
     few: micro-batches of the larger plan behind the seconds ([Note: few micro-batches]); None if all are planned.
     """
 
@@ -82,6 +84,8 @@ class StagesRow:
     tflops_per_gpu: float | None = None
     mfu: float | None = None
     few: int | None = None
+    split: str | None = None
+    gain_of_split: float | None = None
     recompute: str | None = None
 
     @property
@@ -274,7 +278,6 @@ def _said_of(crowded: Mapping[str, Sequence[int]], machine: Machine) -> Iterator
 
 
 def _slower(ways: Iterable[_Closed]) -> list[str]:
-    """With the least bound of all that is recomputed."""
     alike: dict[Way, list[_Closed]] = {}
     for closed in ways:
         alike.setdefault(closed.way.but(None), []).append(closed)
@@ -301,7 +304,7 @@ class _Asked:
     settings: Settings
     policies: Mapping[str, str | Policy]
     alone: bool
-    written: dict[Way, list[Workload]] = field(default_factory=dict)
+    written: dict[Way, Cut] = field(default_factory=dict)
 
     def answer(self, way: Way, policy: str, *, whole: bool) -> tuple[StagesRow, PlannedStages | None]:
         """Returns the row and its plans; None for a way that does not fit or, unless `whole`, has so many
@@ -341,9 +344,9 @@ class _Asked:
         if (unsliced := replace(way, parallelism=replace(spread, shard=None))) not in self.written:
             if len(self.written) == _WRITTEN:
                 self.written.clear()
-            self.written[unsliced] = stages_of(job, self.machine, spread)
+            self.written[unsliced] = Cut(job=job, machine=self.machine, parallelism=spread)
         own = self.written[unsliced]
-        return plan_stages(job, self.machine, named, spread, self.settings, again=again, pins=pins, workloads=own)
+        return plan_stages(job, self.machine, named, spread, self.settings, again=again, pins=pins, cut=own)
 
     def closed_forms(self, ways: Sequence[Way], missing: dict[str, list[str]]) -> list[_Closed]:
         """missing: gets what cannot be. Raises ModelError if nothing can."""
@@ -361,7 +364,12 @@ class _Asked:
     def _closed(self, way: Way, layouts: _Layouts) -> _Closed:
         if self.alone:
             return _Closed(way=way)
-        parts = list(micro_batch_of_parts(way.of(self.job), self.machine, way.parallelism))
+        cut = Cut(job=way.of(self.job), machine=self.machine, parallelism=way.parallelism)
+        parts = list(cut.parts())
+        if cut.shares:
+            machines = (machine_of_stage(self.machine, way.parallelism, n) for n in range(cut.members))
+            jobs = [(one, CostModel(one, on, layouts.of(one)).moments_s) for (one, _), on in zip(parts, machines)]
+            return _Closed(way=way, bound_s=way.micro_batches * seconds_in_step(jobs, again=True))
         bound_s = _bound_s(parts, self.machine, way, self.settings, layouts)
         if way.recompute in (None, ALL_BLOCKS) or any(map(self._searches, self.policies)):
             return _Closed(way=way, bound_s=bound_s)
@@ -398,7 +406,6 @@ def _on_line(few: StagesRow, more: StagesRow, counts: Sequence[int], micro_batch
 
 
 def _activation_bytes(way: Way, parts: Sequence[Part]) -> int:
-    """Of stage 0, which holds most, in a full pipeline."""
     spread = way.parallelism
     filling = spread.pipeline * (1 + (spread.virtual > 1))
     cells = cells_of(spread.schedule, spread.pipeline, min(way.micro_batches, filling), spread.virtual)
@@ -406,8 +413,6 @@ def _activation_bytes(way: Way, parts: Sequence[Part]) -> int:
 
 
 class _Layouts(dict[tuple[Tensor, ...], Layout]):
-    """Of parts by their tensors."""
-
     def of(self, part: Workload) -> Layout:
         if part.tensors not in self:
             self[part.tensors] = build_layout(part)
@@ -429,7 +434,7 @@ def _bound_s(parts: Sequence[Part], machine: Machine, way: Way, settings: Settin
 
 
 def _row(said: StagesRow, planned: PlannedStages) -> StagesRow:
-    plans = planned.plans.plans
+    plans = [plan for plan, count in zip(planned.plans.plans, planned.plans.counts) for _ in range(count)]
     machines = (plan.machine for plan in plans)
     tflops, mfu = tflops_and_mfu([plan.workload for plan in plans], planned.iteration_s, *machines)
     return replace(
@@ -446,4 +451,6 @@ def _row(said: StagesRow, planned: PlannedStages) -> StagesRow:
         peak_host_bytes=tuple(t.peak_bytes["host"] for t in planned.timelines),
         tflops_per_gpu=tflops,
         mfu=mfu,
+        split=planned.plans.split or None,
+        gain_of_split=planned.gain_of_split,
     )

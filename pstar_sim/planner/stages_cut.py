@@ -1,63 +1,189 @@
-"""The jobs of the stages of a pipeline.
+"""The jobs of the members of a set of plans: of stages, or of kinds of GPUs that split layers.
 
 [Note: cut by speed] Whale's rule: each layer goes to the stage that then ends first, by the cost model, with embedding
-and head where they are. A stage without room gives one away, until all have room.
+and head where they are. A stage without room gives one away, until all have room. Kinds of GPUs that split layers take
+whole parts of each (`parts_of`), of heads, columns and vocabulary alike, with which the moments end first.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
 from itertools import accumulate, pairwise
 
+from pstar_sim.bounds.stages import seconds_in_step
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import ModelEntry, model_entry
 from pstar_sim.core.layout import build_layout
+from pstar_sim.core.plan_set import Share
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import ModelError, PstarError
 from pstar_sim.planner.jobs import Job
-from pstar_sim.planner.stages_machines import machine_of_stage
+from pstar_sim.planner.stages_machines import divisors, kinds_of, machine_of_stage
 from pstar_sim.workload.parallelism import CUTS, Parallelism
 from pstar_sim.workload.pipeline import Part, cells_of, in_schedule
-from pstar_sim.workload.presets import check_blocks, check_split, stage_of
+from pstar_sim.workload.presets import check_blocks, check_split, parts_of, stage_of
 from pstar_sim.workload.presets.shared import Stage
 from pstar_sim.workload.workload import Workload
 
 
-def stages_of(
-    job: Job,
-    machine: Machine,
-    parallelism: Parallelism,
-    *,
-    shape: ModelEntry | None = None,
-    most: Sequence[int] = (),
-) -> list[Workload]:
-    """Of one rank of each stage. Raises PstarError for a job that cannot be cut so.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Cut:
+    """Raises PstarError for a job that cannot be cut so, when asked.
 
     shape: the model's, if it is not in the catalog.
-    most: layers of each stage that is cut by speed, if limited.
+    most: layers of each stage that is cut by speed, or parts of each kind of GPU, if limited.
+    even: kinds take equal parts.
     """
-    parts = list(micro_batch_of_parts(job, machine, parallelism, shape=shape, most=most))
-    cells = cells_of(parallelism.schedule, parallelism.pipeline, job.micro_batches or 1, parallelism.virtual)
-    return [in_schedule(parts[number :: len(cells)], cells, number) for number in range(len(cells))]
+
+    job: Job
+    machine: Machine
+    parallelism: Parallelism
+    shape: ModelEntry | None = None
+    most: tuple[int, ...] = ()
+    even: bool = False
+
+    @property
+    def members(self) -> int:
+        return len(self.shares) or self.parallelism.pipeline
+
+    @cached_property
+    def shares(self) -> tuple[Share, ...]:
+        """() where GPUs that split layers are alike."""
+        return _shares_of(self) if kinds_of(self.machine, self.parallelism) else ()
+
+    @cached_property
+    def workloads(self) -> list[Workload]:
+        """Of one rank of each member."""
+        parts, spread = list(self.parts()), self.parallelism
+        cells = cells_of(spread.schedule, spread.pipeline, self.job.micro_batches or 1, spread.virtual)
+        if self.shares:
+            return [in_schedule([part], cells, 0) for part in parts]
+        return [in_schedule(parts[number :: len(cells)], cells, number) for number in range(len(cells))]
+
+    def parts(self) -> Iterator[Part]:
+        """One micro-batch, of the parts of all stages, or of kinds of GPUs."""
+        job, spread = self.job, self.parallelism
+        if job.model is None or job.batch is None or job.seq is None:
+            raise PstarError("a trace is of a whole model; give --model, whose preset is cut into stages")
+        entry = self.shape or model_entry(job.model)
+        check_way(entry, job, self.machine, spread)
+        layers = layers_of(job, self.machine, spread, shape=self.shape, most=self.most)
+        stages = [_part(spread, number, one) for number, one in enumerate(layers)]
+        if self.shares:
+            stages = [replace(stages[0], share=share) for share in _fractions(self.shares)]
+        for stage in stages:
+            yield self.written(entry, stage)
+
+    def written(self, entry: ModelEntry, stage: Stage) -> Part:
+        job = self.job
+        assert job.batch is not None and job.seq is not None
+        batch, axes = (
+            job.batch // self.parallelism.data_on(self.machine.world_size),
+            job.but(dtype=job.dtype_on(self.machine)).given,
+        )
+        return stage_of(entry, stage, batch=batch, sequence=job.seq, **axes)
+
+    def relieved(self, member: int) -> Cut | None:
+        """Others take some of a member's; None if they cannot."""
+        if self.even or (not self.shares and self.parallelism.cut == CUTS[0]):
+            return None
+        layers = layers_of(self.job, self.machine, self.parallelism, shape=self.shape, most=self.most)
+        has = [share.parts for share in self.shares] or [len(one) for one in layers]
+        most = list(self.most or [sys.maxsize] * self.members)
+        most[member] = has[member] - 1
+        less = replace(self, most=tuple(most))
+        if self.shares:
+            return less if _splits(less) else None
+        return less if most[member] and sum(most) >= layers[-1].stop else None
 
 
-def micro_batch_of_parts(
-    job: Job,
-    machine: Machine,
-    parallelism: Parallelism,
-    *,
-    shape: ModelEntry | None = None,
-    most: Sequence[int] = (),
-) -> Iterator[Part]:
-    data = parallelism.data_on(machine.world_size)
-    if job.model is None or job.batch is None or job.seq is None:
-        raise PstarError("a trace is of a whole model; give --model, whose preset is cut into stages")
-    entry = shape or model_entry(job.model)
-    check_way(entry, job, machine, parallelism)
-    axes = job.but(dtype=job.dtype_on(machine)).given
-    for number, layers in enumerate(layers_of(job, machine, parallelism, shape=shape, most=most)):
-        stage = _part(parallelism, number, layers)
-        yield stage_of(entry, stage, batch=job.batch // data, sequence=job.seq, **axes)
+def stages_of(
+    job: Job, machine: Machine, parallelism: Parallelism, *, shape: ModelEntry | None = None
+) -> list[Workload]:
+    """`Cut.workloads`."""
+    return Cut(job=job, machine=machine, parallelism=parallelism, shape=shape).workloads
+
+
+def _fractions(shares: Sequence[Share]) -> list[Fraction]:
+    whole = sum(share.ranks * share.parts for share in shares)
+    return [Fraction(share.parts, whole) for share in shares]
+
+
+def _splits(cut: Cut) -> list[tuple[Share, ...]]:
+    assert cut.job.model is not None
+    counts, whole = _ranks_of_kinds(cut), parts_of(cut.shape or model_entry(cut.job.model))
+    most = cut.most or (whole,) * len(counts)
+    found: list[tuple[int, ...]] = [()]
+    for n, count in enumerate(counts):
+        others = sum(counts[n + 1 :])
+        found = [
+            (*parts, own)
+            for parts in found
+            for left in (whole - sum(a * b for a, b in zip(counts, parts)),)
+            for own in range(1, min(most[n], (left - others) // count) + 1)
+            if others or own * count == left
+        ]
+    if cut.even:
+        found = [parts for parts in found if len(set(parts)) == 1]
+    return [tuple(map(Share, counts, parts)) for parts in found]
+
+
+def _shares_of(cut: Cut) -> tuple[Share, ...]:
+    """[Note: cut by speed]. Raises PstarError, with the nearest number of ranks that could."""
+    job, spread = cut.job, cut.parallelism
+    assert job.model is not None
+    entry = cut.shape or model_entry(job.model)
+    if spread.sequence:
+        raise PstarError(
+            f"parallelism {spread}: ranks of sp have equal parts of the tokens, and {cut.machine.name} has GPUs that "
+            "differ; leave sp out"
+        )
+    splits, counts = _splits(cut), _ranks_of_kinds(cut)
+    if not splits:
+        raise _unsplit(cut, entry, counts)
+    machines = [machine_of_stage(cut.machine, spread, n) for n in range(len(counts))]
+    jobs: dict[tuple[int, int, Share], tuple[Workload, Sequence[float]]] = {}
+
+    def seconds(layers: int, split: tuple[Share, ...]) -> float:
+        members = []
+        for n, (share, fraction) in enumerate(zip(split, _fractions(split))):
+            if (layers, n, share) not in jobs:
+                one, _ = cut.written(entry, replace(_part(spread, 0, range(layers)), share=fraction))
+                jobs[layers, n, share] = one, CostModel(one, machines[n], build_layout(one)).moments_s
+            members.append(jobs[layers, n, share])
+        return seconds_in_step(members)
+
+    def all_layers(split: tuple[Share, ...]) -> tuple[float, int]:
+        first, second = (seconds(layers, split) for layers in (1, 2))
+        parts = [share.parts for share in split]
+        return first + (entry.layers - 1) * (second - first), max(parts) - min(parts)
+
+    return min(splits, key=all_layers)
+
+
+def _ranks_of_kinds(cut: Cut) -> list[int]:
+    groups = cut.machine.world_size // cut.parallelism.tensor
+    return [len(alike) // groups for alike in kinds_of(cut.machine, cut.parallelism)]
+
+
+def _unsplit(cut: Cut, entry: ModelEntry, counts: Sequence[int]) -> PstarError:
+    spread, gpus = cut.parallelism, cut.machine.world_size
+    able = []
+    for n in divisors(cut.machine.local_ranks):
+        other = replace(cut, parallelism=replace(spread, tensor=n, data=None), most=())
+        if n > 1 and gpus % (n * spread.context) == 0 and kinds_of(cut.machine, other.parallelism) and _splits(other):
+            able.append(n)
+    best = min(able, key=lambda n: (abs(n - spread.tensor), n), default=None)
+    would = "leave tp out" if best is None else f"tp={best} would"
+    return ModelError(
+        f"model {entry.name}: a layer has {parts_of(entry)} parts (heads of keys, columns), of which "
+        f"{' and '.join(map(str, counts))} ranks of GPUs that differ cannot have whole ones, the same on equal GPUs; "
+        f"{would}"
+    )
 
 
 def check_way(
@@ -69,8 +195,10 @@ def check_way(
     """
     assert job.batch is not None and job.seq is not None
     data = parallelism.data_on(machine.world_size)
-    parts = _even(entry.layers, parallelism, entry.name)
-    check_split(entry, _part(parallelism, 0, parts[0]), sequence=job.seq, **job.given)
+    part = _part(parallelism, 0, _even(entry.layers, parallelism, entry.name)[0])
+    if kinds_of(machine, parallelism):
+        part = replace(part, share=Fraction(1, parts_of(entry)))
+    check_split(entry, part, sequence=job.seq, **job.given)
     if job.batch % data:
         raise PstarError(
             f"{sequences} is {job.batch}; the {data} ranks of a stage share it, so give a multiple of {data}"
@@ -117,7 +245,6 @@ def layers_of(
 
 
 def _even(layers: int, spread: Parallelism, model: str) -> list[range]:
-    """Of each part of each stage."""
     parts = spread.pipeline * spread.virtual
     if parts > layers:
         said = f"pp is {spread.pipeline}" + (f" and v is {spread.virtual}" if spread.virtual > 1 else "")

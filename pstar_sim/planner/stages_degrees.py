@@ -1,14 +1,14 @@
 """The ways to spread a job over GPUs that a question tries.
 
 [Note: which parallelisms] The ways are every degree that divides the GPUs, the layers and the sequences of an
-iteration, with the micro-batches asked for (or the nearest number that divides a rank's sequences), and with the most,
-one sequence each, which gives the smallest bubble and the fewest activations. Without a pipeline also with a quarter as
-many: parameters move less often. "auto" takes sequence parallelism wherever tensor ranks can split the sequence: the
-same bytes cross the links, and ranks keep less. It splits sequences over ranks (cp), which leaves a rank as much of the
-model as sharing them and gathers keys, only where they are too few for all ranks, or one takes LONG of the GPU. Experts
-are whole on each rank, or shared by as many ranks as a node or all have. Stages have one part, or two (interleaved)
-with the micro-batches asked for. Pipelines whose bubble, (p-1)/(v m+p-1) for v parts, is above MOST_BUBBLE are left
-out. "all" plans every way, schedule, two and four parts, and sequence parallelism or not.
+iteration, with the micro-batches asked for (or the nearest number that divides a rank's sequences), and with single
+sequences: the smallest bubble and the fewest activations. Without a pipeline also with a quarter as many: parameters
+move less often. "auto" takes sequence parallelism wherever ranks can split the sequence: as many bytes cross the links,
+and ranks keep less. It splits sequences over ranks (cp), which leaves a rank as much of the model and gathers keys,
+only where they are too few for all ranks, or one takes LONG of the GPU. Experts are whole on each rank, or shared by
+those of a node or all. Stages have one part, or two (interleaved) with the micro-batches asked for. Pipelines whose
+bubble, (p-1)/(v m+p-1) for v parts, is above MOST_BUBBLE are left out. "all" plans every way, schedule, two and four
+parts, and sequence parallelism or not.
 
 [Note: what is recomputed] If the job does not say, nothing, every second block (or the scores of attention that keeps
 them) and all are tried.
@@ -26,7 +26,7 @@ from pstar_sim.catalog.model_shapes import ModelEntry, model_entry
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.stages_cut import check_way
-from pstar_sim.planner.stages_machines import divisors, machine_of_stage
+from pstar_sim.planner.stages_machines import divisors, kinds_of, machine_of_stage
 from pstar_sim.policy.registry import Policy, can
 from pstar_sim.units import format_count
 from pstar_sim.workload.parallelism import CUTS, Parallelism
@@ -159,7 +159,6 @@ def _degrees_on(machine: Machine) -> Iterator[Parallelism]:
 
 
 def _why_not(entry: ModelEntry, job: Job, machine: Machine, one: Parallelism, *, every: bool) -> str:
-    """Why these degrees are left out; "" if they are not."""
     assert job.batch is not None and one.data is not None
     sequences = job.batch * (job.micro_batches or 1)
     if one.context > 1 and not every and sequences % (one.data * one.context) == 0:
@@ -167,7 +166,7 @@ def _why_not(entry: ModelEntry, job: Job, machine: Machine, one: Parallelism, *,
             return _ENOUGH
     try:
         check_way(entry, replace(job, batch=sequences), machine, one, sequences="the iteration's batch")
-        for stage in range(one.pipeline if machine.mixed else 1):
+        for stage in range(one.pipeline if machine.mixed and not kinds_of(machine, one) else 1):
             machine_of_stage(machine, one, stage)
     except PstarError as error:
         return str(error)
@@ -178,6 +177,7 @@ def _in_all_orders(entry: ModelEntry, job: Job, machine: Machine, one: Paralleli
     assert job.batch is not None and one.data is not None
     stages, asked = one.pipeline, job.micro_batches or 1
     splits = one.tensor > 1 and (job.seq or 0) % (one.tensor * one.context) == 0 and job.autocast is None
+    splits = splits and not kinds_of(machine, one)
     splitting = (True, False) if splits and every else (splits,)
     cuts = CUTS if machine.mixed and stages > 1 else CUTS[:1]
     experts = _degrees_of_experts(entry, one.data * one.context, machine.local_ranks // one.tensor, every=every)
@@ -209,7 +209,6 @@ def _bytes_of_sequence(entry: ModelEntry, job: Job, tensor: int, stages: int) ->
 
 
 def _orders(layers: int, stages: int, micro_batches: int, usual: int, *, every: bool) -> list[tuple[str, int]]:
-    """Schedules, each with the parts of a stage."""
     if stages == 1:
         return [(SCHEDULES[0], 1)]
     plain = [(schedule, 1) for schedule in SCHEDULES if schedule != INTERLEAVED]

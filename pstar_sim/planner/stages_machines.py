@@ -1,4 +1,4 @@
-"""What a stage of a pipeline runs on.
+"""What a stage of a pipeline, or a kind of GPU, runs on.
 
 A stage has its GPUs' share of the node's host memory, bandwidth, cores and disks. Its ranks follow one another, so
 neighbours in a pipeline are far apart and ranks that share a batch near (Megatron-LM's order).
@@ -17,8 +17,12 @@ from pstar_sim.workload.tape import CONTEXT, EXPERTS, TENSOR
 
 
 def machine_of_stage(machine: Machine, parallelism: Parallelism, stage: int) -> Machine:
-    """The ranks of a stage with their part of the nodes, and what joins them with its neighbours. Raises PstarError for
-    ranks that differ within a stage, or do not fill nodes."""
+    """The ranks of a stage with their part of the nodes, and what joins them with its neighbours.
+
+    stage: or a kind of `kinds_of`.
+
+    Raises PstarError for ranks that differ within a stage, or do not fill nodes.
+    """
     data, local, tensor = parallelism.data_on(machine.world_size), machine.local_ranks, parallelism.tensor
     summing = data * parallelism.context  # ranks that add up gradients
     gpus = summing * tensor
@@ -35,46 +39,47 @@ def machine_of_stage(machine: Machine, parallelism: Parallelism, stage: int) -> 
     here = min(gpus, local) // tensor  # ranks of a node that are planned: one stands for all that split its tensors
     part = here / local
     host, disks, network = machine.host, machine.nvme, machine.network
-    every = _roomy_first(machine)[stage * gpus : (stage + 1) * gpus]
+    kinds = kinds_of(machine, parallelism)
+    every = kinds[stage] if kinds else _roomy_first(machine)[stage * gpus : (stage + 1) * gpus]
+    each = len(every) // summing  # ranks of a group that splits layers, for which one stands
     if any((rank.gpu, rank.link) != (every[0].gpu, every[0].link) for rank in every):
-        kinds = " and ".join(dict.fromkeys(rank.gpu.name for rank in every))
+        names = " and ".join(dict.fromkeys(rank.gpu.name for rank in every))
         raise PstarError(
-            f"{machine.name}: stage {stage} would have GPUs that differ, {kinds}; {_slowed(every, tensor)}take so many "
-            "stages that the GPUs of each are equal, or share the batch by speed (policy whale, without a parallelism)"
+            f"{machine.name}: stage {stage} would have GPUs that differ, {names}; take so many stages that the GPUs of "
+            f"each are equal, split layers by speed over all (tp={local}, without stages), or share the batch by speed "
+            "(policy whale, without a parallelism)"
         )
     price = machine.price_usd_per_hour
     return replace(
         machine,
         name=f"{machine.name} stage {stage}" if parallelism.pipeline > 1 else machine.name,
-        ranks=tuple(replace(rank, batch_share=1 / summing) for rank in every[::tensor]),
+        ranks=tuple(replace(rank, batch_share=1 / summing) for rank in every[::each]),
         nodes=summing // here,
         network=network if network is None else replace(network, bytes_per_s=network.bytes_per_s / tensor),
         groups=_groups_of(machine, parallelism),
         host=host if part == 1 else _part_of_host(host, part),
         nvme=disks if disks is None or part == 1 else _part_of_disks(disks, part),
-        root_bytes_per_s=_part_of_root(machine, every[: here * tensor], tensor),
-        price_usd_per_hour=None if price is None else price / parallelism.pipeline,
+        root_bytes_per_s=_part_of_root(machine, every[: here * each], each),
+        price_usd_per_hour=None if price is None else price / parallelism.pipeline * (len(every) / gpus),
         neighbours=tuple(
             Neighbour(stage=other, fabric=_between(machine, stage * gpus, other * gpus, here * tensor))
             for other in sorted({0, stage - 1, stage + 1, parallelism.pipeline - 1} - {stage})
-            if 0 <= other < parallelism.pipeline
+            if 0 <= other < parallelism.pipeline and not kinds
         ),
     )
 
 
-def _slowed(ranks: Sequence[Rank], tensor: int) -> str:
-    """What an even split over each `tensor` ranks would cost; "" where those are alike."""
-    groups = [[rank.gpu for rank in ranks[n : n + tensor]] for n in range(0, len(ranks), tensor)]
-    gpus = next((gpus for gpus in groups if any(gpu != gpus[0] for gpu in gpus)), groups[0])
-    common = [dtype for dtype in gpus[0].flops_per_s if all(dtype in gpu.flops_per_s for gpu in gpus)]
-    if gpus == [gpus[0]] * tensor or not common:
-        return ""
-    slow, *_, fast = sorted(gpus, key=lambda gpu: gpu.flops_per_s[common[-1]])
-    times = (f"{fast.flops_per_s[dtype] / slow.flops_per_s[dtype]:.1f} times in {dtype}" for dtype in common)
-    return (
-        f"tp splits layers evenly, not by speed, so {fast.name} would be as slow as {slow.name}, whose matrix rate it "
-        f"has {', '.join(times)}; "
-    )
+def kinds_of(machine: Machine, parallelism: Parallelism) -> list[list[Rank]]:
+    """Ranks of each kind, roomy first, where all groups that split layers have as many of each; [] for one kind, and
+    several stages."""
+    tensor, local = parallelism.tensor, machine.local_ranks
+    if parallelism.pipeline > 1 or tensor == 1 or local % tensor or not machine.mixed:
+        return []
+    nodes = [Counter(machine.kinds[n : n + local]) for n in range(0, machine.world_size, local)]
+    if any(node != nodes[0] for node in nodes) or any(count % (local // tensor) for count in nodes[0].values()):
+        return []
+    ranks = [[rank for rank, kind in zip(machine.ranks, machine.kinds) if kind == first] for first in nodes[0]]
+    return sorted(ranks, key=lambda alike: -alike[0].gpu.memory_bytes)
 
 
 def _groups_of(machine: Machine, parallelism: Parallelism) -> tuple[Group, ...]:

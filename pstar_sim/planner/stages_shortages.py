@@ -11,7 +11,7 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.errors import CannotPlan, DoesNotFit, ModelError
 from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.memory_needs import shortage
-from pstar_sim.planner.stages_cut import stages_of
+from pstar_sim.planner.stages_cut import Cut
 from pstar_sim.planner.stages_degrees import Way, with_shards
 from pstar_sim.planner.stages_machines import machine_of_stage
 from pstar_sim.policy.registry import Policy, sharded_as
@@ -44,30 +44,41 @@ def stages_shortage(
     alone = len(every) == 1
     for _, way in (pair for each in every for pair in with_shards({"": policy}, each, machine, alone=alone)):
         spread = way.parallelism
-        try:
-            workloads = stages_of(way.of(job), machine, spread, shape=shape)
-        except ModelError as error:
-            unable.append(error)
-            continue
-        stages = range(len(workloads))
-        most = max(stages, key=lambda stage: workloads[stage].trainable_params)
-        for stage in stages if spread.cut != CUTS[0] else sorted({0, most, stages[-1]}):
-            part = machine_of_stage(machine, spread, stage)
-            where = f"{spread}, stage {stage}" if spread.pipeline > 1 else str(spread)
+        cut: Cut | None = Cut(job=way.of(job), machine=machine, parallelism=spread, shape=shape)
+        while cut is not None:
             try:
-                short = shortage(
-                    sharded_as(policy, spread.shard), workloads[stage], part, settings, loading=loading, others=False
-                )
-            except CannotPlan as error:
-                refusals.append(CannotPlan(f"{where}: {error}"))
+                short = _first_shortage(cut, policy, settings, loading)
+            except ModelError as error:
+                unable.append(error)
                 break
-            if short is not None:
-                refusals.append(short.restated(what=f"{where}: {short.what}"))
-                break
-        else:
-            return None
+            if short is None:
+                return None
+            member, refusal = short
+            gives = cut.shares and isinstance(refusal, DoesNotFit) and refusal.place == "gpu"
+            cut = cut.relieved(member) if gives else None
+            refusals.append(refusal)
     if unable and not refusals:
         raise unable[0]
     if not refusals:
         return CannotPlan("no way to spread the model over the GPUs is left")
     return min(refusals, key=lambda r: r.short_bytes if isinstance(r, DoesNotFit) else inf)
+
+
+def _first_shortage(
+    cut: Cut, policy: str | Policy, settings: Settings, loading: Loading
+) -> tuple[int, DoesNotFit | CannotPlan] | None:
+    spread, workloads = cut.parallelism, cut.workloads
+    members = range(len(workloads))
+    most = max(members, key=lambda n: workloads[n].trainable_params)
+    for n in members if spread.cut != CUTS[0] or cut.shares else sorted({0, most, members[-1]}):
+        part = machine_of_stage(cut.machine, spread, n)
+        name = part.gpu.name if cut.shares else f"stage {n}"
+        where = f"{spread}, {name}" if len(members) > 1 else str(spread)
+        try:
+            sliced = sharded_as(policy, spread.shard)
+            short = shortage(sliced, workloads[n], part, settings, loading=loading, others=False)
+        except CannotPlan as error:
+            return n, CannotPlan(f"{where}: {error}")
+        if short is not None:
+            return n, short.restated(what=f"{where}: {short.what}")
+    return None

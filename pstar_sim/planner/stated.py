@@ -243,7 +243,6 @@ class _Notes:
         self._expected_error()
 
     def _expected_error(self) -> None:
-        """The error that another validation found cannot be verified."""
         plan = self.plan
         error, known = plan.predictions.get("expected_error"), trust(plan.machine, plan.policy, plan.workload).error
         rows = plan.choices.get("validation")

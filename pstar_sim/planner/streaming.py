@@ -202,7 +202,6 @@ def _transfer(w: Workload, m: Machine) -> tuple[int, float, float]:
 
 
 def _blocks_s(w: Workload, m: Machine) -> tuple[list[float], list[float]]:
-    """Seconds of each run of a layer's moments, (forward, backward)."""
     moments_s = CostModel(w, m, build_layout(w)).moments_s
     rows: tuple[list[float], list[float]] = ([], [])
     for block, forward, run in block_runs(w):

@@ -98,7 +98,6 @@ def _seconds(seconds: float | None) -> str:
 
 
 def _signed(seconds: float | None) -> str:
-    """Such as "+3 ms", or "0 s" if too small to matter."""
     if seconds is None:
         return ""
     return "0 s" if abs(seconds) < 5e-7 else f"{'+' if seconds > 0 else '-'}{format_s(abs(seconds))}"

@@ -98,8 +98,6 @@ def _part_cells(answer: Fits) -> tuple[list[str], list[tuple[str, ...]]]:
 
 
 def _by_time(answer: Fits) -> list[Fit]:
-    """The recommended, others that fit by time, then by what they lack."""
-
     def place(row: Fit) -> tuple[bool, bool, float]:
         return not row.fits, row not in answer.fastest[:1], (row.iteration_s if row.fits else row.short_bytes) or 0.0
 

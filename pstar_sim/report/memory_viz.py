@@ -125,8 +125,6 @@ class _Block(NamedTuple):
 
 @dataclass
 class _Device:
-    """Addresses are the first free with room."""
-
     number: int
     end: int = 0  # of the addresses
     free: list[tuple[int, int]] = field(default_factory=list)  # (address, bytes), by address

@@ -24,7 +24,6 @@ from pstar_sim.report.tables import format_percent, format_size
 from pstar_sim.terminal import table_text, terminal_width, wrap
 from pstar_sim.units import format_bytes, format_count, format_s
 from pstar_sim.workload.mixing import block_of
-from pstar_sim.workload.parallelism import Parallelism
 from pstar_sim.workload.pipeline import cells_of, in_flight
 from pstar_sim.workload.tape import CONTEXT, EXPERTS, TENSOR
 
@@ -63,11 +62,20 @@ def stages_text(comparison: StagesComparison, *, width: int | None = None) -> st
         lines += ["", *wrap(f"{words}: {', '.join(comparison.slower)}", width)]
     if comparison.gain_of_cut is not None:
         lines += ["", f"stages cut by speed: {comparison.gain_of_cut:.2f} times as fast as stages of equal depth"]
+    split = next((row for row in fitting if row.split), None)
+    if split is not None:
+        lines += ["", *wrap(f"{split.parallel}: {split_words(split)}", width)]
     for note in comparison.notes:
         lines += ["", *wrap(f"note: {note}", width)]
     for words in comparison.left_out:
         lines += ["", *wrap(f"not planned: {words}", width)]
     return "\n".join(lines) + "\n"
+
+
+def split_words(row: StagesRow) -> str:
+    gain = row.gain_of_split
+    even = "there is no plan with equal shares" if gain is None else f"{gain:.2f} times as fast as with equal shares"
+    return f"layers split by speed, {row.split} for each GPU: {even}"
 
 
 def _cells(row: StagesRow) -> tuple[str, ...]:
@@ -89,7 +97,6 @@ def _cells(row: StagesRow) -> tuple[str, ...]:
 
 
 def _nearest(rows: Iterable[StagesRow]) -> Iterable[StagesRow]:
-    """Of each way the recomputation that lacks least."""
     nearest: dict[tuple[str, int], StagesRow] = {}
     for row in sorted(rows, key=lambda row: (row.needed_bytes or 0) - (row.available_bytes or 0)):
         nearest.setdefault((row.parallel, row.micro_batches), row)
@@ -127,22 +134,31 @@ def explain_stages(planned: PlannedStages, *, width: int | None = None) -> str:
             f"Bubble: a GPU computes nothing for {format_percent(planned.bubble)} of the iteration; stages that take "
             f"equally long and wait for no link would have {equal}."
         )
+    if planned.plans.shares:
+        gain = planned.gain_of_split
+        than = (
+            "There is no plan with equal shares." if gain is None else f"{gain:.2f} times as fast as with equal shares."
+        )
+        texts.append(f"Layers are split by speed, {planned.plans.split} for each GPU. {than}")
     texts += _words_for_sums(plans)
-    rows = [_stage_cells(plan, t, spread, n) for n, (plan, t) in enumerate(zip(plans, planned.timelines))]
+    rows = [_stage_cells(planned, n) for n in range(len(plans))]
     lines = [line for text in texts for line in wrap(text, width)]
-    return "\n".join(lines) + "\n\n" + table_text(STAGE_HEADS, rows, width=width, keys=1)
+    heads = ("GPU", *STAGE_HEADS[1:]) if planned.plans.shares else STAGE_HEADS
+    return "\n".join(lines) + "\n\n" + table_text(heads, rows, width=width, keys=1)
 
 
 STAGE_HEADS = ("stage", "layers", "in flight", "computes", "waits for sums", "GPU peak", "GPU has", "host peak")
 
 
-def _stage_cells(plan: Plan, timeline: Timeline, spread: Parallelism, stage: int) -> tuple[str, ...]:
+def _stage_cells(planned: PlannedStages, number: int) -> tuple[str, ...]:
+    plans, plan, timeline = planned.plans, planned.plans.plans[number], planned.timelines[number]
+    spread = plans.parallelism
     cells = cells_of(spread.schedule, spread.pipeline, plan.workload.micro_batches, spread.virtual)
     return (
-        str(stage),
+        plans.names[number] if plans.shares else str(number),
         str(len({block for m in plan.workload.moments if (block := block_of(m.module))})),
-        str(in_flight(cells[stage])),
-        format_percent(timeline.busy_s["compute"] / timeline.iteration_s),
+        str(in_flight(cells[0 if plans.shares else number])),
+        format_percent(planned.computing[number]),
         format_percent(_sums_s(plan, plan.machine) / timeline.iteration_s),
         format_size(timeline.peak_bytes["gpu"]),
         format_size(plan.gpu_budget_bytes),
@@ -151,7 +167,6 @@ def _stage_cells(plan: Plan, timeline: Timeline, spread: Parallelism, stage: int
 
 
 def _sums_s(plan: Plan, machine: Machine, group: str | None = None) -> float:
-    """group: None for all."""
     cost = CostModel(plan.workload, machine, plan.layout)
     return cost.group_s([c for m in plan.workload.moments for c in m.collectives if group in (None, c[1])])
 
@@ -225,7 +240,7 @@ def stages_figure(plans: PlanSet, timelines: Sequence[Timeline], *, look: Look =
                     ax.text(
                         (begin_s + over_s) / 2, row, label, ha="center", va="center_baseline", fontsize=6, color=ink
                     )
-            names.append(f"stage {stage}: {QUEUE_NAMES[queue]}" if queue is rows[0] else QUEUE_NAMES[queue])
+            names.append(f"{plans.names[stage]}: {QUEUE_NAMES[queue]}" if queue is rows[0] else QUEUE_NAMES[queue])
         ax.axhline(len(names) - 0.5, color="#BBBBBB", linewidth=0.6)
     ax.set_yticks(range(len(names)), names, fontsize=7)
     ax.set_ylim(len(names) - 0.5, -0.5)

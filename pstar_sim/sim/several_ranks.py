@@ -22,7 +22,7 @@ from pstar_sim.catalog.machine import Machine, Rank
 from pstar_sim.core.follow import Record, deadlock
 from pstar_sim.core.ledger import Moves
 from pstar_sim.core.plan import Plan
-from pstar_sim.core.plan_set import PlanSet
+from pstar_sim.core.plan_set import PlanSet, sums_of
 from pstar_sim.core.program import Program
 from pstar_sim.core.rules import Rates
 from pstar_sim.core.step import COPIES, DISK_QUEUES, PAGEABLE, ROUTES, Kind, Queue, Step
@@ -67,7 +67,7 @@ def play_ranks(
 
 
 def play_set(plans: PlanSet, max_iterations: int, jitter: Jitter | None = None) -> tuple[Timeline, ...]:
-    """Stages together; one rank stands for its stage, whose machine has its part of the nodes.
+    """Stages, or kinds of GPUs, together; one rank stands for each, whose machine has its part of the nodes.
 
     Raises PlanError as `play`.
     """
@@ -83,8 +83,12 @@ def play_set(plans: PlanSet, max_iterations: int, jitter: Jitter | None = None) 
             for of, step in meeting.steps
             if of == stage
         }
+        ends: dict[int, tuple[Hashable, int]] = {
+            position[step]: (("sums", moment), len(plans.shares))
+            for step, moment in (sums_of(plan) if plans.shares else {}).items()
+        }
         seconds = CostModel(plan.workload, machine, plan.layout, rank=0)
-        simulation.join(_RankRun(plan, seconds, machine.ranks[0], node, share, simulation, meetings))
+        simulation.join(_RankRun(plan, seconds, machine.ranks[0], node, share, simulation, meetings, ends))
     return simulation.timelines()
 
 
@@ -230,6 +234,7 @@ class _RankRun:
         share: _Commons,
         simulation: _Simulation,
         meetings: Mapping[int, tuple[Hashable, int]],
+        ends: Mapping[int, tuple[Hashable, int]] = {},
     ) -> None:
         self.plan = plan
         self.env = env = simulation.env
@@ -247,7 +252,7 @@ class _RankRun:
         self.record = Record.empty(program, max_iterations, shared=True)
         rates = cost.rates(measured=False)
         self.slow, self.disks = rates.compute_while_net, rates.disks
-        self.meetings = meetings
+        self.meetings, self.ends = meetings, ends
         self.wire_s = [_wire_s(step, cost) for step in plan.steps]
         self.done = [-1] * len(program.ids)  # last iteration in which the step ended
         self.waiters: list[list[simpy.Event]] = [[] for _ in program.ids]
@@ -289,6 +294,10 @@ class _RankRun:
                         record.dram_loss_s[k][i] = self.node.dram_loss_s - lost if dram[i] else 0.0
                     else:
                         yield env.timeout(duration)
+                if i in self.ends:
+                    met = env.event()
+                    self.simulation.meet(self.ends[i], k, 0.0, met)
+                    yield met
                 record.events.append(2 * i + 1)
                 record.at_s.append(env.now)
                 done[i] += 1
@@ -311,7 +320,6 @@ class _RankRun:
 
 
 def _wire_s(step: Step, cost: CostModel) -> float:
-    """In which a copy's bytes pass the link."""
     if step.kind not in COPIES:
         return 0.0
     link = cost.link

@@ -244,7 +244,6 @@ def _yard(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
 
 
 def _with_ratio(machine: Machine, ratio: float) -> Machine:
-    """With shares of GPU and host memory that PatrickStar may use."""
     reserved = round(machine.host.memory_bytes * (1 - ratio))
     machine = replace(machine, host=replace(machine.host, reserved_bytes=reserved))
     return with_gpu_bytes(machine, round(machine.gpu.usable_bytes * ratio) + machine.gpu.context_bytes)

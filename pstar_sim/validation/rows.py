@@ -127,7 +127,6 @@ def _fsdp_step(file: str, line: int, raw: _Raw) -> PublishedRow:
 
 
 def _eager_step(file: str, line: int, raw: _Raw) -> PublishedRow:
-    """In fp32."""
     option = raw["option"]
     gpus = int(option[2]) if option else 1  # dp4, tp4, pp4_1
     return PublishedRow(

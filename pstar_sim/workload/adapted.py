@@ -313,7 +313,6 @@ class _Change:
         return [replace(t, tied_to=owners.get(n)) for n, t in enumerate(tensors)], places
 
     def _uses(self, places: Mapping[int, int]) -> tuple[Use, ...]:
-        """Adapters are read and get gradients where their matrices did."""
         uses: dict[Use, None] = {}
         for use in self.w.uses:
             i, read = use.tensor, use.kind is UseKind.READ

@@ -235,7 +235,6 @@ def _block_runs(moments: Sequence[Moment]) -> Iterator[BlockRun]:
 
 
 def _left_behind(w: Workload, runs: Sequence[BlockRun]) -> dict[str, int]:
-    """A block's forward ends so far above its start."""
     return {
         block: w.moments[run[-1]].end_bytes - w.moments[run[0]].start_bytes
         for block, forward, run in runs

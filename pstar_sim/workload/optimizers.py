@@ -373,7 +373,6 @@ ALIASES = {
 
 
 def _name_here(name: str) -> str:
-    """Also of a class with its library: bnb.optim.AdamW."""
     library, _, word = name.lower().rpartition(".")
     library = library.partition(".")[0]
     if library in ("bnb", "bitsandbytes"):

@@ -162,8 +162,6 @@ def _tensors(parts: Sequence[Workload], begins: Sequence[int]) -> tuple[Tensor, 
 
 
 class _Arrival(NamedTuple):
-    """during: cell of the stage that receives."""
-
     made: int
     during: int
 

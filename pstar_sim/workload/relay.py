@@ -72,7 +72,6 @@ def boundaries_on_host(workload: Workload) -> Workload:
 
 
 def _check(workload: Workload, stash: str) -> None:
-    """Refuse another order, or the boundary stash at this place."""
     instance("workload", workload, Workload, "a Workload", error=TraceError)
     if not workload.order.of_loop or workload.stashes:
         why = (

@@ -1,4 +1,4 @@
-"""The stages of a pipeline.
+"""The stages of a pipeline, or the kinds of GPUs that split layers.
 
 Each stage is proved alone, sends and receives taking any time, so its proof holds among the others.
 
@@ -18,7 +18,7 @@ from pstar_sim.core.checker.check import check_plan
 from pstar_sim.core.checker.unrolled import label
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.plan_set import PlanSet, meetings_of, slices_as, whole_chunks
-from pstar_sim.core.step import Queue
+from pstar_sim.core.step import Kind, Queue
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.orders import Order
 from pstar_sim.workload.parallelism import Parallelism
@@ -37,8 +37,10 @@ def prove_set(plans: PlanSet) -> tuple[CheckReport, ...]:
         try:
             reports.append(check_plan(plan))
         except PlanError as error:
-            raise PlanError(f"stage {stage}: {error}") from None
+            raise PlanError(f"{plans.names[stage]}: {error}") from None
     _check_jobs(plans)
+    if plans.shares:
+        _check_shares(plans)
     _check_meetings(plans)
     _check_order(plans)
     return tuple(reports)
@@ -74,7 +76,33 @@ def _check_jobs(plans: PlanSet) -> None:
     if (spread.virtual > 1 and parts != spread.pipeline * spread.virtual - 1) or (spread.virtual == 1 and parts):
         raise PlanError(f"{parts or 'no'} borders of parts are crossed; the set is of {spread}")
     for stage, plan in enumerate(plans.plans):
-        _check_schedule(plan, stage, spread)
+        _check_schedule(plan, 0 if plans.shares else stage, spread)
+
+
+def _check_shares(plans: PlanSet) -> None:
+    """Moments, their order and their sums are the same, and split tensors have the parts of the shares."""
+    spread, shares, first = plans.parallelism, plans.shares, plans.plans[0]
+    if spread.pipeline > 1 or min(map(min, shares)) < 1 or sum(share.ranks for share in shares) != spread.tensor:
+        raise PlanError(f"shares are {shares}, of ranks and parts of a layer; the set is of {spread}")
+    for name, plan, share in zip(plans.names, plans.plans, shares):
+        runs = [[s.moment for s in each.steps if s.kind is Kind.COMPUTE] for each in (first, plan)]
+        sums = [[(m.name, m.collectives) for m in each.workload.moments] for each in (first, plan)]
+        if runs[0] != runs[1] or sums[0] != sums[1]:
+            raise PlanError(f"{name} waits for other sums than {plans.names[0]}, or in another order")
+        tensors = plan.workload.tensors
+        if [t.name for t in tensors] != [t.name for t in first.workload.tensors]:
+            raise PlanError(f"{name} has other tensors than {plans.names[0]}")
+        for t, other in zip(tensors, first.workload.tensors):
+            if not all(a == b or _of_one(a, share.parts, b, shares[0].parts) for a, b in zip(t.shape, other.shape)):
+                raise PlanError(
+                    f"{t.name} is {t.shape} on {name} and {other.shape} on {plans.names[0]}; the shares are "
+                    f"{plans.split}"
+                )
+
+
+def _of_one(size: int, parts: int, other: int, others: int) -> bool:
+    """Parts of one size, rounded up."""
+    return max((size - 1) * others, (other - 1) * parts) < min(size * others, other * parts)
 
 
 def _check_shard(plan: Plan, stage: int, shard: str | None) -> None:

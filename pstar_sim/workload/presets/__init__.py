@@ -15,8 +15,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from fractions import Fraction
 from functools import cache, partial
-from math import lcm
+from math import ceil, gcd, lcm
 
 from msgspec import structs
 
@@ -159,13 +160,14 @@ def _check_adapter(entry: ModelEntry, lora: Adapter) -> None:
     workload_of(entry, batch=1, sequence=entry.max_seq, lora=lora)
 
 
-def _share_of(entry: ModelEntry, model: str, ranks: int) -> ModelEntry:
-    """Heads, widths and vocabulary divided by the ranks. Raises ModelError, with a number that works: of divisors of
-    the ranks, else powers of two, the nearest."""
+def _share_of(entry: ModelEntry, model: str, stage: Stage) -> ModelEntry:
+    """A rank's heads, widths and vocabulary. Raises ModelError, with a number that works: of divisors of the ranks,
+    else powers of two, the nearest."""
+    ranks = stage.tensor
     if ranks == 1:
         return entry
-    widths = _split_widths(entry)
-    if any(size % ranks for size in widths.values()):
+    widths, share = _split_widths(entry), stage.share or Fraction(1, ranks)
+    if any((size * share).denominator > 1 for size in widths.values()):
         near = [n for n in range(1, entry.kv_heads + 1) if not any(size % n for size in widths.values())]
         alike = [n for n in near[1:] if ranks % n == 0] or [n for n in near[1:] if n.bit_count() == 1] or near
         best = min(alike, key=lambda n: (abs(n - ranks), n))
@@ -178,13 +180,18 @@ def _share_of(entry: ModelEntry, model: str, ranks: int) -> ModelEntry:
     x = entry.experts
     return structs.replace(
         entry,
-        heads=entry.heads // ranks,
-        kv_heads=entry.kv_heads // ranks,
+        heads=int(entry.heads * share),
+        kv_heads=int(entry.kv_heads * share),
         own_head_dim=entry.head_dim,
-        ffn=entry.ffn // ranks,
-        vocab=-(-entry.vocab // ranks),
-        experts=None if x is None else structs.replace(x, ffn=x.ffn // ranks),
+        ffn=int(entry.ffn * share),
+        vocab=ceil(entry.vocab * share),
+        experts=None if x is None else structs.replace(x, ffn=int(x.ffn * share)),
     )
+
+
+def parts_of(entry: ModelEntry) -> int:
+    """Equal parts of a layer, the most."""
+    return gcd(*_split_widths(entry).values())
 
 
 def _split_widths(entry: ModelEntry) -> dict[str, int]:
@@ -196,7 +203,7 @@ def _split_widths(entry: ModelEntry) -> dict[str, int]:
 def check_split(entry: ModelEntry, stage: Stage, *, sequence: int, **given: Unpack[AxesGiven]) -> None:
     """Raises ModelError for degrees that `stage_of` refuses."""
     _check_experts(entry, entry.name, stage)
-    _share_of(entry, entry.name, stage.tensor)
+    _share_of(entry, entry.name, stage)
     if stage.context > 1:
         _part_of_sequence(partial(_refusal, entry.name), entry, stage, sequence, Axes(**given).filled())
 
@@ -251,7 +258,7 @@ def _written(
         _check_sequence_split(refuse, entry, stage.tensor, sequence, axes)
     if not axes.early_stop and entry.family not in ("gpt", "llama"):
         raise refuse("early_stop", axes.early_stop, "only a gpt or llama can leave it out")
-    share = entry if stage is None else _share_of(entry, name, stage.tensor)
+    share = entry if stage is None else _share_of(entry, name, stage)
     shape = Shape(model=share, batch=batch, sequence=sequence, axes=axes, stage=stage)
     _WRITERS[entry.family](tape, shape)
     tape.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 
 from pstar_sim.catalog.attention import ATTENTION, USUAL, AttentionCall
 from pstar_sim.catalog.model_shapes import ModelEntry
@@ -20,6 +21,7 @@ class Stage:
     """A part of a model: `layers`, with the embedding if `first`, with head and loss if `last`.
 
     tensor: ranks that split each layer's heads, feed-forward width and vocabulary.
+    share: of the rank written; None: they have equal parts.
     sequence: they split tokens beside the products ([Note: sequence parallelism] in tape.py).
     context: ranks that split each sequence ([Note: context parallelism] in tape.py).
     experts: ranks that share the experts of each layer ([Note: experts on several ranks] in llama_mlp.py).
@@ -29,6 +31,7 @@ class Stage:
     first: bool = True
     last: bool = True
     tensor: int = 1
+    share: Fraction | None = None
     sequence: bool = False
     context: int = 1
     experts: int = 1
