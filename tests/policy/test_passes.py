@@ -21,7 +21,7 @@ from pstar_sim.policy.family.attempt import attempt_course
 from pstar_sim.policy.family.course import Course, Knobs
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.points import Point
-from pstar_sim.policy.kit.schedule import Modes, Schedule, Stretch
+from pstar_sim.policy.kit.schedule import Modes, Schedule, Stretch, modes_of
 from pstar_sim.policy.passes import collective_rows, gradient_rows, update_rows
 from pstar_sim.policy.passes.builder import Builder
 from pstar_sim.policy.passes.collective_rows import Collectives
@@ -261,6 +261,28 @@ def test_rows_are_charged_what_the_ledger_books() -> None:
 
     holds()
     assert rows > 500 and stashes > 5
+
+
+def test_a_pinned_chunk_stays_whole_while_its_last_gradients_arrive() -> None:
+    """They arrive in place, in all ranks' slices, also where a streamed chunk is updated in between."""
+    between = 0
+
+    @settings(max_examples=40)
+    @given(jobs(ranks=(2,)), chances())
+    def holds(drawn: Drawn, chance: random.Random) -> None:
+        nonlocal between
+        asked = replace(drawn.settings, update="eager", clip=False, chunk_bytes=4 * MIB)
+        job = Job("any", drawn.workload, drawn.machine, asked, Point(streams=True))
+        modes = {c: chance.choice(("pin", "stream")) for c in job.candidates}
+        pinned, streamed = ([c for c, mode in modes.items() if mode == wanted] for wanted in ("pin", "stream"))
+        course = Course(job, modes_of(job, pinned, streamed), Knobs())
+        for c in pinned:
+            first, last = (course.at[job.block_of[m]] for m in job.uses.spans[c][-1][1:])
+            assert any(stretch.first <= first and last <= stretch.last for stretch in course.needed_whole[c])
+            between += any(first < n < last for n in course.updates.values())
+
+    holds()
+    assert between
 
 
 def test_rows_of_an_attempt_like_it_are_those_that_would_be_written() -> None:

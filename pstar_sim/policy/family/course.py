@@ -102,7 +102,7 @@ class Course:
             for c, (first_block, last_block) in job.small_visits.items():
                 whole[c] = [Stretch(self.at[first_block], self.at[last_block])]
             for c in self.modes.pinned:
-                whole[c] = _stretches([self.at[n] for n in job.touched[c]])
+                whole[c] = _stretches(self._positions_of(job.touched[c]))
         for c in self.moving:
             mine = self._positions_of((self._blocks or job.touched)[c])
             if job.ranks > 1:
