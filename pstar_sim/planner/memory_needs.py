@@ -53,6 +53,7 @@ from pstar_sim.workload.workload import Workload
 
 MOST_SHORT = 6  # refusals in a row: payloads, rounding and start-up of the host, then the GPU
 HALVES = 5  # plans between one that has room and one that has none
+GPU_PARTS = 9
 CLOSE = 6  # a plan that leaves 1 / 2 ** CLOSE of the host is close enough
 
 
@@ -233,12 +234,12 @@ def _from_disks(
     any_on: without a search.
     """
     try:
-        budget_bytes, need = _most_on_host(any_on, machine, loading, halves=HALVES)
+        budget_bytes, need = _most_on_host(any_on, machine, loading)
     except DoesNotFit:
         if any_on is plan_on:
             raise
         any_on = plan_on  # a search may find other chunk sizes or policies that have room
-        budget_bytes, need = _most_on_host(plan_on, machine, loading, halves=HALVES)
+        budget_bytes, need = _most_on_host(plan_on, machine, loading)
     found = need.plan
     assert found is not None
     for _ in range(MOST_SHORT if any_on is not plan_on else 0):
@@ -251,11 +252,17 @@ def _from_disks(
 
 
 def _most_on_host(
-    plan_on: Callable[[Machine], Plan], machine: Machine, loading: Loading, *, halves: int, asked: bool = True
+    plan_on: Callable[[Machine], Plan],
+    machine: Machine,
+    loading: Loading,
+    *,
+    startup_bytes: int | None = None,
+    asked: bool = True,
 ) -> tuple[int, Need]:
     """Host budget, and the need of the plan for it that has room on the machine. Raises DoesNotFit.
 
-    halves: 0 for any plan that has room.
+    startup_bytes: of the loading, where any plan that has room will do; that for the least memory is then made only if
+        it may have none.
     asked: whether the plan for the whole host may have room.
     """
     whole = high = machine.host_budget_bytes
@@ -264,11 +271,11 @@ def _most_on_host(
     latest: DoesNotFit | None = None
     if asked:
         plan = plan_on(machine)
-        if halves or not _surely_short(plan, loading):
+        if startup_bytes is None or not _surely_short(plan, loading):
             need = need_of_plan(plan, loading)
             if (short := host_shortage(need, machine)) is None:
                 return whole, need
-            budget_bytes = max(1, whole - short.short_bytes) if halves else 1
+            budget_bytes = max(1, whole - short.short_bytes) if startup_bytes is None else 1
     for _ in range(2 * MOST_SHORT):
         try:
             need = need_of_plan(plan_on(_with_host_budget(machine, budget_bytes)), loading)
@@ -280,11 +287,17 @@ def _most_on_host(
                 need = need_of_plan(plan_on(machine), loading)
                 if (short := host_shortage(need, machine)) is None:
                     return whole, need
-            if wanted_bytes < high:
-                continue
-            break
+            if wanted_bytes >= high:
+                break
+            if startup_bytes is not None and named:
+                most = _at_most(refusal, startup_bytes)
+                if most.host_bytes <= whole:
+                    return wanted_bytes, most
+            continue
         if (still := host_shortage(need, machine)) is None:
-            return _nearest_the_whole(plan_on, machine, loading, budget_bytes, need, high, short, halves=halves)
+            if startup_bytes is not None:
+                return budget_bytes, need
+            return _nearest_the_whole(plan_on, machine, loading, budget_bytes, need, high, short)
         short, high = still, budget_bytes
         if named:
             break
@@ -302,15 +315,13 @@ def _nearest_the_whole(
     need: Need,
     high: int,
     short: DoesNotFit | None,
-    *,
-    halves: int,
 ) -> tuple[int, Need]:
     """low, need: of a plan that has room.
     high, short: the same of one that has none.
     """
     whole = machine.host_budget_bytes
     over_bytes = 0 if short is None else short.short_bytes
-    for _ in range(halves):
+    for _ in range(HALVES):
         left_bytes = whole - need.host_bytes
         if left_bytes <= whole >> CLOSE:
             break
@@ -332,6 +343,19 @@ def _surely_short(plan: Plan, loading: Loading) -> bool:
     w, machine = plan.workload, plan.machine
     beside = max(_buffer_bytes(plan), 0 if machine.unified else loading.startup_bytes(w, machine.local_ranks))
     return sum(host_payloads(plan).values()) + beside > machine.host_budget_bytes
+
+
+def _at_most(refusal: DoesNotFit, startup_bytes: int) -> Need:
+    """What a plan for the refusal's bytes may need, of which some are buffers: slabs are less than twice their
+    contents."""
+    size_bytes = refusal.needed_bytes
+    return Need(
+        policy=refusal.policy,
+        payload_bytes=size_bytes,
+        pinned_bytes=2 * size_bytes,
+        startup_bytes=startup_bytes,
+        buffer_bytes=size_bytes,
+    )
 
 
 def _wanted_bytes(refusal: DoesNotFit, budget_bytes: int) -> int:
@@ -395,7 +419,8 @@ def memory_need(
             return plan_once(function, workload, where, asked)
 
         if on_disks and not fewest:
-            _, need = _most_on_host(plan_on, machine, loading, halves=0, asked=refusal is None)
+            startup_bytes = loading.startup_bytes(workload, machine.local_ranks)
+            _, need = _most_on_host(plan_on, machine, loading, startup_bytes=startup_bytes, asked=refusal is None)
         elif on_disks:
             plan_with = partial(plan_once, function, workload)
             plan = with_room(plan_with, policy, workload, machine, settings, loading=loading)
@@ -640,10 +665,12 @@ def with_large_disks(workload: Workload, machine: Machine) -> Machine:
 def least_gpu_bytes(ask: Callable[[Machine], DoesNotFit | None], machine: Machine) -> int:
     """The smallest budget of each GPU with which a job that fits still fits.
 
-    A refusal names the least GPU bytes, which are asked next. If the host is short (chunks have to be pinned),
-    bisection follows, to a hundredth of a GB.
+    A refusal names the least GPU bytes, which are asked next. If the host is short (chunks have to be pinned), as many
+    bytes more are asked, twice as many after each refusal, and after a yes a little less, to 1 / 2 ** GPU_PARTS or a
+    hundredth of a GB.
     """
     low, high = 1, machine.gpu_budget_bytes
+    error: DoesNotFit | None
     for _ in range(MOST_SHORT):
         error = ask(_with_gpu_budget(machine, low))
         if error is None:
@@ -651,12 +678,20 @@ def least_gpu_bytes(ask: Callable[[Machine], DoesNotFit | None], machine: Machin
         if error.place != "gpu" or not low < error.needed_bytes <= high:
             break
         low = error.needed_bytes
-    while high - low > 10**7:
-        middle = (low + high) // 2
-        if ask(_with_gpu_budget(machine, middle)) is None:
+    within = step = max(10**7, high >> GPU_PARTS)
+    times = 1
+    while high - low > within:
+        if error is None:
+            middle, step = high - step, 2 * step
+        else:
+            middle, times = low + times * error.short_bytes, 2 * times
+        if (error is not None and error.place != "host") or not low < middle < high:
+            middle = (low + high) // 2
+        error = ask(_with_gpu_budget(machine, middle))
+        if error is None:
             high = middle
         else:
-            low = middle
+            low, step = middle, within
     return high
 
 
