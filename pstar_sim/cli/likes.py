@@ -13,13 +13,11 @@ import typer
 from pstar_sim.catalog.configurations import NoPreset
 from pstar_sim.catalog.model_shapes import is_model, model_entry
 from pstar_sim.cli.flags import SettingFlags
-from pstar_sim.core.plan import Settings
 from pstar_sim.dtypes import MASTER
 from pstar_sim.errors import ModelError, PstarError, UnknownName
 from pstar_sim.units import format_count
 from pstar_sim.workload.adapter import adapter
 from pstar_sim.workload.axes import all_axes
-from pstar_sim.workload.presets import without_autocast
 
 if TYPE_CHECKING:
     from pstar_sim.catalog.machine import Machine
@@ -46,6 +44,8 @@ _PLAIN = "predicted with weights in {}: autocast over fp32 weights takes more me
 
 
 def _not_under_autocast(job: Any) -> bool:
+    from pstar_sim.workload.presets import without_autocast
+
     model = getattr(job, "model", None)
     return model is not None and is_model(model) and bool(without_autocast(model_entry(model), job))
 
@@ -59,6 +59,8 @@ class Likes:
     def fill(self, job: Any, setting: SettingFlags, machine: Machine) -> tuple[Any, SettingFlags]:
         """Flags not given get their values. Raises PstarError for contradictions between configurations or with
         flags."""
+        from pstar_sim.core.plan import Settings
+
         given = {name: getattr(job, name) for name in _JOB}
         asked = {name: say(machine) for name, say in _JOB.items()}
         if getattr(job, "trace", None) is not None:  # it has what ran

@@ -72,6 +72,8 @@ class Playing:
         self.ended = dict.fromkeys(self.queues, 0)
         self.running: dict[str, tuple[Step, int]] = {}
         self.done: set[tuple[int, int]] = set()
+        self._able: set[str] = set()  # idle queues whose next step may start, whatever else happens
+        self._waiting: set[str] = set()  # those whose next step may not, before another step ends
 
     def choices(self) -> list[tuple[str, bool]]:
         """(queue, whether its running step may end; else its next may start)."""
@@ -80,9 +82,17 @@ class Playing:
             if queue in self.running:
                 found.append((queue, True))
                 continue
+            if queue in self._waiting:
+                continue
+            if queue in self._able:
+                found.append((queue, False))
+                continue
             k, i = divmod(self.ended[queue], len(steps))
             if k < self.iterations and all((r.id, k - r.back) in self.done or r.back > k for r in steps[i].after):
                 found.append((queue, False))
+                self._able.add(queue)
+            else:
+                self._waiting.add(queue)
         return found
 
     def go(self, queue: str, ending: bool) -> tuple[Step, int]:
@@ -90,9 +100,11 @@ class Playing:
             step, k = self.running.pop(queue)
             self.ended[queue] += 1
             self.done.add((step.id, k))
+            self._waiting.clear()
             return step, k
         k, i = divmod(self.ended[queue], len(self.queues[queue]))
         self.running[queue] = self.queues[queue][i], k
+        self._able.remove(queue)
         return self.queues[queue][i], k
 
 
@@ -197,9 +209,9 @@ def play(plan: Plan, rng: random.Random) -> dict[Place, int]:
     where anything is wrong."""
     playing, values, events = Playing(plan, 3), Values(plan), list[int]()
     position = {step.id: i for i, step in enumerate(plan.steps)}
-    bias = {queue: rng.random() ** 2 for queue in playing.queues}  # some queues are slow
+    bias = {queue: rng.random() ** 2 + 1e-3 for queue in playing.queues}  # some queues are slow
     while choices := playing.choices():
-        queue, ending = rng.choices(choices, [bias[q] + 1e-3 for q, _ in choices])[0]
+        queue, ending = rng.choices(choices, [bias[q] for q, _ in choices])[0]
         step, k = playing.go(queue, ending)
         events.append(2 * position[step.id] + ending)
         if ending:
