@@ -572,21 +572,28 @@ def whale_gains() -> str:
     by_dtype = ", ".join(
         f"{gains[0]:.2f} to {gains[-1]:.2f} times as fast in {dtype}" for dtype, gains in shares.items()
     )
-    stages = sorted(row["gain"] for row in result("mixed_stages")["rows"])
+    rows = result("mixed_stages")["rows"]
+    stages, splits = (sorted(row[of] for row in rows if row[of]) for of in ("gain", "split_gain"))
     return (
-        f"shares of the batch by speed make BERT-Large {by_dtype}, and stages by speed a pipeline {stages[0]:.2f} to "
-        f"{stages[-1]:.2f} times ({link('whale')})"
+        f"shares of the batch by speed make BERT-Large {by_dtype}, stages by speed a pipeline {stages[0]:.2f} to "
+        f"{stages[-1]:.2f} times, and shares of layers by speed tensor parallelism {splits[0]:.2f} to "
+        f"{splits[-1]:.2f} times ({link('whale')})"
     )
 
 
 def mixed_stages() -> str:
+    heads = "shares of each layer | even tp | uneven tp | gain | batch shared by speed"
     lines = [
-        "| GPUs | model | layers, even and by speed | even | by speed | gain | batch shared by speed |",
-        "|---|---|---|---:|---:|---:|---:|",
+        f"| GPUs | model | layers, even and by speed | even | by speed | gain | {heads} |",
+        "|---|---|---|---:|---:|---:|---|---:|---:|---:|---:|",
     ]
     for row in result("mixed_stages")["rows"]:
         even, speed = ("+".join(map(str, row[cut])) for cut in ("even", "speed"))
-        seconds = f"{row['even_s']:.2f} s | {row['speed_s']:.2f} s | {row['gain']:.2f} | {row['shared_s']:.2f} s"
+        seconds = f"{row['even_s']:.2f} s | {row['speed_s']:.2f} s | {row['gain']:.2f}"
+        split_s, gain = row["split_s"], row["split_gain"]
+        even_tp = "none" if gain is None else f"{split_s * gain:.2f} s"
+        seconds += f" | {row['split']} | {even_tp} | {split_s:.2f} s | {'' if gain is None else f'{gain:.2f}'}"
+        seconds += f" | {row['shared_s']:.2f} s"
         model = f"{row['model']}, {row['dtype']}, {row['batch']} x {row['micro_batches']}"
         lines.append(f"| `{row['machine']}` | {model} | {even}, {speed} | {seconds} |")
     return "\n".join(lines)
