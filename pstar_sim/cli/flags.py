@@ -286,13 +286,13 @@ class SettingFlags:
         ),
     ] = "own"
     sums: Annotated[
-        SUMS,
+        SUMS | None,
         typer.Option(
             parser=one_of(SUMS),
             help="gradients of several micro-batches add up in fp32, or in the dtype of a 16-bit model, as in "
-            "plain PyTorch: half of the room, other results",
+            "plain PyTorch: half of the room, other results (default: 32-bit, or as --like says)",
         ),
-    ] = "32-bit"
+    ] = None
     chunk: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="chunk size, such as 128MiB (default: searched for least waste)"),

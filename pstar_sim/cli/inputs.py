@@ -58,7 +58,7 @@ def settings_of(flags: SettingFlags) -> Settings:
         clip=flags.clip is not False,
         chunk_bytes=chunk,
         loop=flags.loop,
-        sums=flags.sums,
+        sums=flags.sums or Settings.sums,
         effort=flags.effort,
     )
 

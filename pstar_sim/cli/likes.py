@@ -75,11 +75,11 @@ class Likes:
         if getattr(job, "model", "") is None and getattr(job, "trace", None) is None:
             filled["model"] = self._model()
         clip = self._answer("clip", lambda c: c.clip, setting.clip)
-        sums = self._answer("sums", lambda c: c.sums, None if setting.sums == Settings.sums else setting.sums)
+        sums = self._answer("sums", lambda c: c.sums, setting.sums)
         for label, c in self.configurations:
             _check_train_batch(label, c, filled, c.data_on(machine))
             _check_processes(label, c, machine)
-        return replace(job, **filled), replace(setting, clip=clip, sums=sums or setting.sums)
+        return replace(job, **filled), replace(setting, clip=clip, sums=sums)
 
     def _model(self) -> str | None:
         """The first that a configuration names. Raises PstarError for one that is neither a preset nor in the local
@@ -162,9 +162,10 @@ class Likes:
 
 def decided(c: Configuration, machine: Machine, job: Any, setting: SettingFlags) -> Iterator[str]:
     """In what a prediction differs from the file."""
-    values = {name: getattr(job, name) for name in _JOB} | {"clip": setting.clip}
+    settings = {name: getattr(setting, name) for name in ("clip", "sums")}
+    values = {name: getattr(job, name) for name in _JOB} | settings
     for name in c.defaults:
-        said = c.clip if name == "clip" else _JOB[name](machine)(c)
+        said = getattr(c, name) if name in settings else _JOB[name](machine)(c)
         if None not in (said, values[name]) and said != values[name]:
             yield f"{_flag(name, values[name])} in place of {c.framework}'s default, {_words(name, said)}"
     traced = [name for name in _OF_PRESETS if vars(c).get(name)] if getattr(job, "trace", None) is not None else []

@@ -44,6 +44,7 @@ _FACTS = {
     "checkpointing": ("recompute", "selective"),
     "optimizer": ("optimizer",),
     "dropout": _DROPOUTS,
+    "sums": ("wide_sums", "bf16"),
 }
 
 KEYS = (
@@ -97,6 +98,11 @@ def read(content: object, file: str) -> Configuration:
     if unsaid:
         rate = f"{_DROPPED:g} each, unless --dropout says another" if len(unsaid) > 1 else f"{_DROPPED:g}"
         notes.append(f"the file has no {' and no '.join(unsaid)}: Megatron-LM's default, {rate}")
+    sums = "16-bit" if found["fp16"] and not found["wide_sums"] else "32-bit"
+    if sums == "16-bit":
+        notes.append(
+            "--fp16 without --accumulate-allreduce-grads-in-fp32: gradients add up in fp16, unless --sums says 32-bit"
+        )
     if found["bf16"] and found["fp16"]:
         raise PstarError(f"{file}: --bf16 and --fp16 are both given; Megatron-LM takes one of them")
     virtual = _virtual(found, file)
@@ -124,7 +130,7 @@ def read(content: object, file: str) -> Configuration:
         train_batch=found["train_batch"],
         train_batch_key="--global-batch-size",
         clip=found["clip"] > 0,
-        sums="16-bit" if found["fp16"] and not found["wide_sums"] else "32-bit",
+        sums=sums,
         checkpointing=found["recompute"] == "full",
         recompute=ATTENTION_ALONE if selective else None,
         optimizer=_OPTIMIZERS[found["optimizer"]],

@@ -197,6 +197,22 @@ def test_a_flag_decides_about_what_a_file_leaves_to_its_framework(
     assert f"{flag}, but {file} says " in capsys.readouterr().err
 
 
+def test_a_flag_decides_about_sums_of_fp16_where_megatrons_has_none(
+    ds: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = ["fits", "--model", "tiny-gpt2", "--machine", "h100-80", "--micro-batches", "2", "--like", "f.sh"]
+    script, needs = ds.with_name("f.sh"), {}
+    script.write_text("--micro-batch-size 2 --seq-length 64 --fp16")
+    for flags in ([], ["--sums", "16-bit"], ["--sums", "32-bit"]):
+        (row,) = answer(capsys, *job, *flags)
+        needs[tuple(flags)] = row["gpu_needed_bytes"]
+    assert needs[()] == needs["--sums", "16-bit"] < needs["--sums", "32-bit"]
+    assert "--sums 32-bit in place of Megatron-LM's default, 16-bit" in row["like"]["configuration"]["notes"]
+    script.write_text("--micro-batch-size 2 --seq-length 64 --fp16 --accumulate-allreduce-grads-in-fp32")
+    assert main([*job, "--sums", "16-bit"]) == 2
+    assert "--sums 16-bit, but f.sh says 32-bit" in capsys.readouterr().err
+
+
 def test_a_trace_has_its_own_kernels_whatever_the_script_says(ds: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = Path(__file__).parents[2] / "traces" / "gpt2.parquet"
     ds.with_name("m.sh").write_text("--micro-batch-size 4 --seq-length 1024 --bf16 --hidden-dropout 0.2")
