@@ -15,7 +15,7 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.family.attempt import Attempt, attempt, burden_of
 from pstar_sim.policy.family.course import Knobs
-from pstar_sim.policy.family.disks import disk_s, with_disks
+from pstar_sim.policy.family.disks import disks_s, with_disks
 from pstar_sim.policy.family.pace import faster_in_parts
 from pstar_sim.policy.family.pins import iteration_bounds, most_pins_of, pin_facts
 from pstar_sim.policy.family.residency import gaps_of
@@ -160,8 +160,7 @@ class Asynchronous:
         job = self.job
         if job.machine.nvme is None:
             return [0.0] * (most + 1)
-        on_disks = (self._modes(pins).on_disks for pins in range(most + 1))
-        return [disk_s(job) * sum(map(job.states_bytes, chunks)) for chunks in on_disks]
+        return [disks_s(job, self._modes(pins)) for pins in range(most + 1)]
 
     def _modes(self, pins: int) -> Modes:
         return with_disks(self.job, Modes(frozenset(self.job.candidates[:pins])))

@@ -110,19 +110,36 @@ def _tiers(job: Job, modes: Modes, order: Sequence[int]) -> Iterator[tuple[int, 
         yield working
         return
     tier = 1, "sums_on_disks", {c: job.layout.payload_bytes(c, "grad32") for c in sums}
-    yield from (tier, working) if _sums_s(job) <= _working_s(job, order[len(order) // 2]) else (working, tier)
+    yield from (tier, working) if _sums_s(job) <= _working_s(job) else (working, tier)
+
+
+def disks_s(job: Job, modes: Modes) -> float:
+    """Seconds of the disks for what lives there."""
+    seconds = disk_s(job) * sum(map(job.states_bytes, modes.on_disks))
+    if modes.sums_on_disks:
+        seconds += _sums_s(job) * sum(job.layout.payload_bytes(c, "grad32") for c in modes.sums_on_disks)
+    if modes.wholly_on_disks:
+        seconds += _working_s(job) * sum(job.sizes[c] for c in modes.wholly_on_disks)
+    return seconds
+
+
+def beside_states_s(job: Job) -> float:
+    """As `disk_s`, of the lists that go there behind the states."""
+    if job.machine.nvme is None or not job.candidates:
+        return 0.0
+    return min(_working_s(job), _sums_s(job)) if job.several else _working_s(job)
 
 
 def _sums_s(job: Job) -> float:
-    """Seconds of the disks per byte of a sum."""
     times = 1 if job.sums_on_gpu else job.workload.micro_batches - (not job.add_last)
     return times * disk_s(job)
 
 
-def _working_s(job: Job, chunk: int) -> float:
-    """Seconds of the disks per byte of the chunk's working list, with a gradient in its place."""
+def _working_s(job: Job) -> float:
+    """With a gradient in its place."""
     assert job.machine.nvme is not None
-    visits = sum(after > n + 1 for n, after in pairwise((-2, *job.touched[chunk])))
+    usual = job.candidates[len(job.candidates) // 2]
+    visits = sum(after > n + 1 for n, after in pairwise((-2, *job.touched[usual])))
     gradients = int(not (job.add_last or job.sums_on_gpu))
     read_s, write_s = 1 / job.machine.nvme.read_bytes_per_s, 1 / job.machine.nvme.write_bytes_per_s
     each_s = (visits + gradients) * read_s, (1 + gradients) * write_s

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pstar_sim.policy.family.disks import disk_s
+from pstar_sim.policy.family.disks import beside_states_s, disk_s
 from pstar_sim.policy.family.pins import PinFacts, pin_facts
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.update_windows import Inside
@@ -53,7 +53,7 @@ class ModeFacts:
     last_room_bytes: room at the last moment with nothing pinned.
     host_room_bytes: for the chunks' lists.
     disk_room_bytes: for states without room on the host.
-    disk_s: per byte, read and written.
+    disk_s, beside_states_s: per byte of states, and of other lists.
     turn_s: to the last backward pass.
     forward_s: of the first micro-batch.
     adds_before: share of adds on the GPU before the last micro-batch.
@@ -80,6 +80,7 @@ class ModeFacts:
     host_room_bytes: int
     disk_room_bytes: int
     disk_s: float
+    beside_states_s: float
     turn_s: float
     first_s: float
     forward_s: float
@@ -118,6 +119,7 @@ def mode_facts(job: Job) -> ModeFacts:
         host_room_bytes=host_room(job),
         disk_room_bytes=job.machine.nvme_budget_bytes,
         disk_s=disk_s(job),
+        beside_states_s=beside_states_s(job),
         turn_s=sum(job.cost.moments_s[:turn]),
         first_s=sum(s for s, m in zip(job.cost.moments_s, w.moments) if m.micro_batch == 0),
         forward_s=sum(s for s, m in zip(job.cost.moments_s, w.moments) if m.micro_batch == 0 and m.phase is Phase.FWD),
@@ -239,8 +241,9 @@ def roofline(
     never = 0.0 if spill or f.barrier else summed_z * sum_bytes  # sums that are never on the host
     over = (1 - x) * pinned.sum() - never - facts.host_room_bytes
     sunk = np.clip(over, 0.0, np.minimum((1 - x) * states, facts.disk_room_bytes))  # bytes of states on disks
+    more = np.clip(over - sunk, 0.0, np.minimum((1 - x) * everything + added * sum_bytes, facts.disk_room_bytes - sunk))
     if facts.disk_room_bytes:
-        terms.append(sunk * facts.disk_s)
+        terms.append(sunk * facts.disk_s + more * facts.beside_states_s)
     windows = _windows(facts)
     inside_s = adds_s if f.barrier else adds_before_s
     last_window = _longest(windows[-1:], inside_s, cpu)
@@ -263,7 +266,7 @@ def roofline(
             )
         )
     seconds = np.stack(np.broadcast_arrays(*terms)).max(axis=0)
-    short = over > sunk
+    short = over > sunk + more
     if len(sums) > 1:
         short = short | (beside < 0)
     seconds = np.where(short, np.inf, seconds)
