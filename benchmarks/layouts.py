@@ -15,8 +15,9 @@ straight line: in the middle of 1F1B every micro-batch takes as long.
 The error is predicted / published - 1; its mean is that of its size (MAPE), as vTrain gives its own (8.4 % on one node,
 14.7 % on several). tau is Kendall's rank correlation over the rows of one model and global batch, in the mean.
 
-[Note: fitted rows] `operator_us` of megatron (catalog/frameworks.toml) has the smallest mean error of the first, third,
-fifth ... row of one node, to a whole microsecond. All others are predicted alone.
+[Note: fitted rows] `operator_us` of megatron (catalog/frameworks.toml) had the smallest mean error of the first, third,
+fifth ... row of one node, to a whole microsecond, when sums of gradients were in fp32 and borders of stages were sent
+whole. All others are predicted alone.
 
     python benchmarks/layouts.py [--every N]        # writes benchmarks/results/layouts.json
 """

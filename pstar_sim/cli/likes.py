@@ -59,8 +59,6 @@ class Likes:
     def fill(self, job: Any, setting: SettingFlags, machine: Machine) -> tuple[Any, SettingFlags]:
         """Flags not given get their values. Raises PstarError for contradictions between configurations or with
         flags."""
-        from pstar_sim.core.plan import Settings
-
         given = {name: getattr(job, name) for name in _JOB}
         asked = {name: say(machine) for name, say in _JOB.items()}
         if getattr(job, "trace", None) is not None:  # it has what ran
