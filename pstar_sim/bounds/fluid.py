@@ -61,6 +61,7 @@ from pstar_sim.workload.workload import Workload
 
 # benchmarks/search_constants.md says what each of these constants buys.
 MOST_POINTS = 600  # points of an iteration in the program; fewer points give a lower bound sooner
+MANY_CHUNKS = 300  # with more, there are fewer points, so that the program is solved in time
 FAR = 20.0  # longest stall, as a multiple of the joint bound: every variable needs a small upper bound
 TIME_LIMIT_S = 60.0  # time limit of the solver; the joint bound replaces a program that takes longer
 
@@ -80,6 +81,7 @@ def fluid_bound(
     ranked: as for `lower_bound`.
     """
     joint = lower_bound(workload, machine, settings, layout, ranked=ranked)
+    most_points = most_points * MANY_CHUNKS // max(MANY_CHUNKS, len(layout.chunks))
     short, times = shortened(workload, layout, most_points) if ranked is None else (workload, 1)
     costs = costs_of_ranks(short, machine, layout, ranked)
     # Ranks that differ may be at different parts of an iteration, so one rank may use more than its part of DRAM.

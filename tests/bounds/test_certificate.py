@@ -174,7 +174,8 @@ def test_a_plan_carries_its_certificate_and_check_recomputes_it() -> None:
         examine(odd)
 
 
-def test_fewer_points_are_a_weaker_bound_but_a_bound() -> None:
+def test_fewer_points_are_a_weaker_bound_but_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many chunks have fewer."""
     w = random_workload(11, layers=6, micro_batches=1)
     m = machine(
         gpu_memory_bytes=w.peak_non_model_bytes + w.params * 4,
@@ -187,6 +188,10 @@ def test_fewer_points_are_a_weaker_bound_but_a_bound() -> None:
     fine = fluid_bound(w, m, EAGER, layout)
     assert coarse.seconds <= fine.seconds * (1 + 1e-6)
     assert fluid.MOST_POINTS > 4
+    count = len(layout.chunks)
+    monkeypatch.setattr(fluid, "MANY_CHUNKS", 1)
+    assert fluid_bound(w, m, EAGER, layout, most_points=4 * count) == coarse
+    assert count > 1
 
 
 def test_fewer_points_keep_the_moments_that_need_most() -> None:
