@@ -330,7 +330,7 @@ def _so_many(machine: Machine, asked: _Question, cost: _Cost, *, late: bool = Fa
             least_s = _least_s(machine, asked)
             if not late and deadline_s is not None and least_s > deadline_s:
                 days = least_s / DAY_S
-                reason = f"too slow: {days:.1f} days if it never waited for anything"
+                reason = f"too slow: {days:,.1f} days if it never waited for anything"
                 return replace(base, least_days=days, reason=reason), False
             row, batch, micro_batches = _fastest(machine, asked)
         else:

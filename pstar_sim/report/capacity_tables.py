@@ -357,8 +357,8 @@ def cheapest_text(answer: Cheapest, *, width: int | None = None) -> str:
         "days", "USD/h", "USD", "USD/M tokens",
     )  # fmt: skip
     shown = [row for row in answer.rows if row.days is not None]
-    if late := _none_in_time(answer):
-        lines += [*wrap(late, width), *([""] if shown else [])]
+    if answer.best is not None or answer.too_late:
+        lines += [*wrap(_cheapest_one(answer), width), *([""] if shown else [])]
     if shown:
         lines.append(table_text(columns, [_offer_cells(row) for row in shown], width=width).rstrip())
     elif not answer.too_late:
@@ -370,28 +370,40 @@ def cheapest_text(answer: Cheapest, *, width: int | None = None) -> str:
 def cheapest_said(answer: Cheapest) -> tuple[str, tuple[str, ...]]:
     """(the cheapest offer or why there is none, notes)."""
     notes = tuple(_offer_notes(answer, [row for row in answer.rows if row.days is not None]))
+    return _cheapest_one(answer), notes
+
+
+def _cheapest_one(answer: Cheapest) -> str:
     best = answer.best
-    if best is None:
-        return _none_in_time(answer) or "no machine can train it", notes
-    nodes = f"{best.nodes} node{'s'[: best.nodes > 1]} of {best.machine}"
-    price = "no price known" if best.usd is None else f"{best.usd:,.0f} USD"
-    return f"{nodes} under {best.policy}: {_days(best.days or 0.0)} days, {price}", notes
+    if best is not None:
+        sure = next((row for row in answer.rows if row.in_time and row.in_time_is_sure), best)
+        safer = "" if sure is best else f"; in time whatever the error: {_offered(sure)}"
+        return f"cheapest: {_offered(best)}{safer}"
+    if not answer.too_late:
+        return "no machine can train it"
+    nearest = min(answer.rows, key=lambda row: row.days or row.least_days or float("inf"))
+    return f"none in time; the nearest is {_nearest(nearest)}"
 
 
-def _none_in_time(answer: Cheapest) -> str:
-    nearest = min(answer.rows, key=lambda row: row.days or row.least_days or float("inf"), default=None)
-    return f"none in time; the nearest is {_nearest(nearest)}" if answer.too_late and nearest is not None else ""
+def _offered(offer: Offer) -> str:
+    price = "no price known" if offer.usd is None else f"{offer.usd:,.0f} USD"
+    nodes = f"{offer.nodes} node{'s'[: offer.nodes > 1]} of {offer.machine}"
+    return f"{nodes} under {offer.policy}: {_days(offer.days or 0.0)} days, {price}"
 
 
 def _offer_notes(answer: Cheapest, shown: Sequence[Offer]) -> Iterator[str]:
-    yield from (f"{_tried(row)}: {row.reason}" for row in answer.rows if row.reason is not None)
+    slow = [row for row in answer.rows if row.days is None and row.least_days is not None]
+    if slow:
+        days = ", ".join(f"{_tried(row)} {_days(row.least_days or 0.0)}" for row in slow)
+        yield f"too slow, by their days if they never waited for anything: {days}"
+    yield from (f"{_tried(row)}: {row.reason}" for row in answer.rows if row.reason is not None and row not in slow)
     if shown:
         prices = dict.fromkeys(f"{row.machine}: {row.price_of}" for row in shown)
         yield f"prices of a node: {'; '.join(prices)}"
         yield "MFU: flops of forward and backward pass, without what is recomputed, over the peak of the datasheet"
         yield "micro-batches: sequences of all GPUs at a time x how many per iteration"
         if not all(row.in_time_is_sure for row in shown):
-            yield "in time, within ± ...: the deadline is nearer to the days than their error, and may be missed or met"
+            yield "likely, unlikely: the deadline is nearer to the days than their error, and may be missed or met"
         unknown = [(_nodes_of(row), row.trust) for row in shown if row.trust is not None and NOT_NEAR in row.trust]
         yield from (f"error of {line}" for line in trust_lines(unknown))
     if any(row.gpus > 1 for row in answer.rows) and not any(row.parallel for row in answer.rows):
@@ -414,7 +426,7 @@ def _deadline(time_s: float) -> str:
 
 
 def _days(days: float) -> str:
-    return f"{days:.1f}" if days >= 1 else f"{days:.2g}"
+    return f"{days:,.1f}" if days >= 1 else f"{days:.2g}"
 
 
 def _tried(row: Offer) -> str:
@@ -425,13 +437,15 @@ def _nodes_of(row: Offer) -> str:
     return row.machine if row.nodes == 1 else f"{row.machine}, {row.nodes} nodes"
 
 
+_IN_TIME = {(True, True): "yes", (True, False): "likely", (False, False): "unlikely", (False, True): "no"}
+
+
 def _offer_cells(row: Offer) -> tuple[str, ...]:
     return (
         row.machine,
         str(row.nodes),
         str(row.gpus),
-        ("yes" if row.in_time else "no")
-        + ("" if row.in_time_is_sure else f", within {format_error(row.expected_error)}"),
+        _IN_TIME[row.in_time, row.in_time_is_sure],
         ", ".join(filter(None, (row.policy, row.parallel, row.recompute and f"recomputing {row.recompute}"))),
         f"{row.batch} x {row.micro_batches}",
         "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",

@@ -155,7 +155,7 @@ def laid_out(figure: Figure, look: Look) -> Figure:
             width, height = figure.get_size_inches()
             raise PstarError(
                 f"a picture of {width:.3g} x {height:.3g} inches has no room beside its words; make it higher or "
-                "wider, or leave the legend out"
+                "wider, or leave its height or the legend out"
             ) from None
     return figure
 

@@ -55,8 +55,9 @@ def stages_text(comparison: StagesComparison, *, width: int | None = None) -> st
     if len(unfit) == 1:
         lines += ["", *wrap(f"{unfit[0].parallel}: {unfit[0].reason}", width)]
     for policy in dict.fromkeys(row.policy for row in unfit if len(unfit) > 1):
-        lacking = "; ".join(map(_lacks, _nearest(row for row in unfit if row.policy == policy)))
-        lines += ["", *wrap(f"{policy} does not fit: {lacking}", width)]
+        lacking = _nearest(row for row in unfit if row.policy == policy)
+        others = f"; {format_count(len(lacking) - 1, 'other way')} more" if len(lacking) > 1 else ""
+        lines += ["", *wrap(f"{policy} does not fit: {_lacks(lacking[0])}{others}", width)]
     if comparison.slower:
         words = "not planned, because no plan of it would be faster than the seconds in brackets"
         lines += ["", *wrap(f"{words}: {', '.join(comparison.slower)}", width)]
@@ -96,11 +97,11 @@ def _cells(row: StagesRow) -> tuple[str, ...]:
     )
 
 
-def _nearest(rows: Iterable[StagesRow]) -> Iterable[StagesRow]:
+def _nearest(rows: Iterable[StagesRow]) -> list[StagesRow]:
     nearest: dict[tuple[str, int], StagesRow] = {}
     for row in sorted(rows, key=lambda row: (row.needed_bytes or 0) - (row.available_bytes or 0)):
         nearest.setdefault((row.parallel, row.micro_batches), row)
-    return nearest.values()
+    return [*nearest.values()]
 
 
 def _lacks(row: StagesRow) -> str:

@@ -60,13 +60,14 @@ def test_the_cheapest_in_time_comes_first(tmp_path: Path) -> None:
     in_time = [row for row in answer.rows if row.in_time]
     assert [row.usd for row in in_time] == sorted(row.usd or 0 for row in in_time)
     assert answer.best is in_time[0]
+    assert f"cheapest: 1 node of {in_time[0].machine} under " in repr(answer)
     assert "USD" in repr(answer)
     assert len(answer.to_frame()) == 3
 
 
 @pytest.mark.parametrize(
     ("deadline", "said", "sure"),
-    [(1.1, "yes, within ± {}", False), (0.9, "no, within ± {}", False), (1.3, "yes", True)],
+    [(1.1, "likely", False), (0.9, "unlikely", False), (1.3, "yes", True)],
 )
 def test_in_time_is_said_with_its_bar(tmp_path: Path, deadline: float, said: str, sure: bool) -> None:
     """No class has rows of a T4, so the days have the bar of all rows: 1.1 times the days is inside of it."""
@@ -75,9 +76,8 @@ def test_in_time_is_said_with_its_bar(tmp_path: Path, deadline: float, said: str
     (row,) = cheapest("gpt2", prices=file, **job).rows
     assert row.days is not None and row.expected_error == untuned() and row.in_time and row.in_time_is_sure
     answer = cheapest("gpt2", prices=file, deadline_s=deadline * row.days * 86_400, **job)
-    assert (answer.rows[0].in_time, answer.rows[0].in_time_is_sure) == (said.startswith("yes"), sure)
+    assert (answer.rows[0].in_time, answer.rows[0].in_time_is_sure) == (deadline > 1, sure)
     table = cheapest_text(answer, width=200)
-    said = said.format(f"{untuned():.0%}".replace("%", " %"))
     assert f"  {said}  " in table and ("the deadline is nearer to the days than their error" in table) is not sure
 
 
@@ -89,10 +89,12 @@ def test_a_deadline_nobody_makes(tmp_path: Path) -> None:
     # flops of a token over the T4's effective 26 TFLOPS, never less
     w = ps.preset("gpt2", batch=8, seq=64, dtype="fp16")
     assert row.least_days is not None and row.least_days >= 1e12 * w.flops / w.tokens / 26e12 / 86_400
-    assert row.reason == f"too slow: {row.least_days:.1f} days if it never waited for anything"
+    assert row.reason == f"too slow: {row.least_days:,.1f} days if it never waited for anything"
     assert row.days is None
     assert answer.too_late
-    assert f"none in time; the nearest is t4, at least {row.least_days:.1f} days" in repr(answer)
+    assert f"none in time; the nearest is t4, at least {row.least_days:,.1f} days" in repr(answer)
+    slow = f"too slow, by their days if they never waited for anything: t4 {row.least_days:,.1f}"
+    assert slow in " ".join(repr(answer).split())
     assert "no machine can train it" not in repr(answer)
 
 
