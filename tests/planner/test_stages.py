@@ -789,7 +789,9 @@ class TestSharesOfLayers:
         assert [t.peak_bytes for t in unlike.timelines] == [t.peak_bytes for t in alike.timelines * 2]
 
     @pytest.mark.parametrize("policy", ["all_on_gpu", "tide"])
-    @pytest.mark.parametrize(("machine", "text"), [("a100-40+v100-32", "tp=2"), ("rtx5090x2+rtx3090x2", "tp=4")])
+    @pytest.mark.parametrize(
+        ("machine", "text"), [("a100-40x2+v100-32x2", "tp=2,cp=2"), ("rtx5090x2+rtx3090x2", "tp=4")]
+    )
     def test_never_slower_than_equal_shares(self, machine: str, text: str, policy: str) -> None:
         planned = plan_stages(self.JOB, load_machine(machine), policy, Parallelism.parse(text))
         ranks, parts = zip(*planned.plans.shares)

@@ -24,7 +24,7 @@ from pstar_sim.workload.orders import Order
 from pstar_sim.workload.parallelism import Parallelism
 from pstar_sim.workload.pipeline import cells_of
 from pstar_sim.workload.tape import CONTEXT, EXPERTS, TENSOR
-from pstar_sim.workload.workload import Phase
+from pstar_sim.workload.workload import Collective, Phase
 
 _Node = int | tuple[int, int]
 """Number of a meeting, or (stage, id of a step)."""
@@ -80,13 +80,13 @@ def _check_jobs(plans: PlanSet) -> None:
 
 
 def _check_shares(plans: PlanSet) -> None:
-    """Moments, their order and their sums are the same, and split tensors have the parts of the shares."""
+    """Moments, order and sums are the same, and split tensors have the parts of the shares."""
     spread, shares, first = plans.parallelism, plans.shares, plans.plans[0]
     if spread.pipeline > 1 or min(map(min, shares)) < 1 or sum(share.ranks for share in shares) != spread.tensor:
         raise PlanError(f"shares are {shares}, of ranks and parts of a layer; the set is of {spread}")
     for name, plan, share in zip(plans.names, plans.plans, shares):
         runs = [[s.moment for s in each.steps if s.kind is Kind.COMPUTE] for each in (first, plan)]
-        sums = [[(m.name, m.collectives) for m in each.workload.moments] for each in (first, plan)]
+        sums = [[(m.name, [_met(c) for c in m.collectives]) for m in each.workload.moments] for each in (first, plan)]
         if runs[0] != runs[1] or sums[0] != sums[1]:
             raise PlanError(f"{name} waits for other sums than {plans.names[0]}, or in another order")
         tensors = plan.workload.tensors
@@ -98,6 +98,11 @@ def _check_shares(plans: PlanSet) -> None:
                     f"{t.name} is {t.shape} on {name} and {other.shape} on {plans.names[0]}; the shares are "
                     f"{plans.split}"
                 )
+
+
+def _met(collective: Collective) -> tuple[str, str, int | None]:
+    what, group, size = collective
+    return what, group, size if group == TENSOR else None  # other groups are of one kind, with bytes of its own
 
 
 def _of_one(size: int, parts: int, other: int, others: int) -> bool:
