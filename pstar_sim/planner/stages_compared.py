@@ -14,6 +14,10 @@ many is planned with one more than it has stages and with two per stage (interle
 seconds follow the line through both, never below its bound. The larger pins as the smaller. Where overlap ends, the
 line is too low; so the fastest row is planned whole, until the fastest is one that is, and so is a policy that
 searches.
+
+[Note: the least by pins] Policies that only pin leave other updates, and adds in every micro-batch, to the CPU. Of
+stage 0, what no number of pins that they may try undercuts (policy/family/pins.py), on a line likewise, has to be below
+the fastest plan for ways that recompute less.
 """
 
 from __future__ import annotations
@@ -22,12 +26,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pstar_sim.bounds.stages import seconds_in_step
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout, build_layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.cost import CostModel
-from pstar_sim.errors import CannotPlan, DoesNotFit, ModelError
+from pstar_sim.errors import CannotPlan, DoesNotFit, ModelError, PlanError
 from pstar_sim.planner.asked import OnPart, teller
 from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.machine_notes import machine_notes
@@ -36,13 +43,17 @@ from pstar_sim.planner.stages_cut import Cut
 from pstar_sim.planner.stages_degrees import ALL_BLOCKS, NOTHING, Way, with_shards
 from pstar_sim.planner.stages_machines import machine_of_stage
 from pstar_sim.planner.utilization import tflops_and_mfu
+from pstar_sim.policy.family.asynchronous import Asynchronous
+from pstar_sim.policy.family.pins import least_by_pins
 from pstar_sim.policy.kit.capabilities import capabilities_of
-from pstar_sim.policy.registry import Policy, find_policy
+from pstar_sim.policy.registry import Policy, can, find_policy
 from pstar_sim.units import format_bytes, format_count, format_s
 from pstar_sim.workload.parallelism import CUTS, Parallelism
 from pstar_sim.workload.pipeline import INTERLEAVED, SCHEDULES, Part, cells_of, in_schedule
 from pstar_sim.workload.workload import Tensor, Workload
 
+WORTH_A_TRY = 1.25
+"""A number of pins whose bound is so much above the least is not what a policy chooses."""
 _WRITTEN = 2
 """Jobs of a way's stages that are kept: with two numbers of micro-batches."""
 
@@ -174,23 +185,34 @@ def compare_stages(
         else:
             ways_left.append(closed)
     waiting = _Waiting(ways_left, room_bytes=room_bytes, every=every)
+
+    def plan(own: Way, policy: str) -> float:
+        tell(f"{own.parallelism} {policy}", len(rows), len(ways) * len(policies))
+        try:
+            row, stages = asked.answer(own, policy, whole=alone)
+        except CannotPlan as error:
+            why = str(error).removeprefix(f"{policy}: ")
+            missing.setdefault(f"by {policy}: {why}", []).append(str(own.parallelism))
+            return inf
+        rows.append(row)
+        planned.update({row: stages} if stages else {})
+        return row.iteration_s or inf
+
     while True:
         first = min(rows, key=_place, default=None)
         fastest_s = inf if first is None or first.iteration_s is None else first.iteration_s
         if (way := waiting.next_below(fastest_s)) is not None:
             seconds = inf
             for policy, own in with_shards(asked.policies, way, machine, alone=alone):
-                tell(f"{own.parallelism} {policy}", len(rows), len(ways) * len(policies))
-                try:
-                    row, stages = asked.answer(own, policy, whole=alone)
-                except CannotPlan as error:
-                    why = str(error).removeprefix(f"{policy}: ")
-                    missing.setdefault(f"by {policy}: {why}", []).append(str(own.parallelism))
-                    continue
-                rows.append(row)
-                planned |= {row: stages} if stages else {}
-                seconds = min(seconds, row.iteration_s or inf)
+                least_s = 0.0
+                if way.keeps and not every and fastest_s < inf:
+                    least_s = asked.least_by_pins_s(waiting.ways[way], policy)
+                if least_s > fastest_s:
+                    waiting.beaten.append((replace(waiting.ways[way], way=own, bound_s=least_s), policy))
+                seconds = min(seconds, least_s if least_s > fastest_s else plan(own, policy))
             waiting.planned(way, seconds)
+        elif (beaten := waiting.beaten_below(fastest_s)) is not None:
+            plan(*beaten)
         elif first is not None and first.few:
             tell(f"{first.parallel} {first.policy}, all micro-batches", len(rows), len(ways) * len(policies))
             row, stages = asked.answer(first.way, first.policy, whole=True)
@@ -229,12 +251,14 @@ def compare_stages(
 class _Closed:
     """bound_s: [Note: in the order of bounds].
     activation_bytes, model_bytes: of stage 0 ([Note: less recomputation]); 0: not counted.
+    parts: of stage 0.
     """
 
     way: Way
     bound_s: float = 0.0
     activation_bytes: int = 0
     model_bytes: int = 0
+    parts: Sequence[Part] = ()
 
 
 class _Waiting:
@@ -245,6 +269,7 @@ class _Waiting:
         self.room_bytes = room_bytes
         self.every = every
         self.waits_s: dict[Way, float] = {}  # by the way without its recomputation
+        self.beaten = list[tuple[_Closed, str]]()  # by [Note: the least by pins], with the policy
 
     def next_below(self, fastest_s: float) -> Way | None:
         below = [way for way, closed in self.ways.items() if self._least_s(closed) <= fastest_s]
@@ -253,12 +278,22 @@ class _Waiting:
     def planned(self, way: Way, seconds: float) -> None:
         self.waits_s[way.but(None)] = seconds - self.ways.pop(way).bound_s
 
+    def beaten_below(self, fastest_s: float) -> tuple[Way, str] | None:
+        """If the fastest is slower, planned whole."""
+        for pair in self.beaten:
+            closed, policy = pair
+            if closed.bound_s <= fastest_s:
+                self.beaten.remove(pair)
+                return closed.way, policy
+        return None
+
     def above(self, fastest_s: float) -> list[_Closed]:
         """By their bounds."""
-        return sorted((c for c in self.ways.values() if c.bound_s > fastest_s), key=lambda c: c.bound_s)
+        every = (*(closed for closed, _ in self.beaten), *self.ways.values())
+        return sorted((c for c in every if c.bound_s > fastest_s), key=lambda c: c.bound_s)
 
     def said_of_others(self, fastest_s: float) -> list[str]:
-        count = len(self.ways) - len(self.above(fastest_s))
+        count = sum(closed.bound_s <= fastest_s for closed in self.ways.values())
         why = "that recompute less: they wait as long as the same way that recomputes more, or have no room on the GPU"
         return [f"{format_count(count, 'way')} {why}"] if count else []
 
@@ -306,6 +341,29 @@ class _Asked:
     alone: bool
     written: dict[Way, Cut] = field(default_factory=dict)
 
+    def least_by_pins_s(self, closed: _Closed, policy: str) -> float:
+        """0 for policies that do more than pin."""
+        way, point = closed.way, can(self.policies[policy]).point
+        if point is None or point.streams or point.sums or self._searches(policy) or not closed.parts:
+            return 0.0
+        spread, on = way.parallelism, machine_of_stage(self.machine, way.parallelism, 0)
+        low, high = _few_of(way)
+        plans, bounds = list[Asynchronous](), list[NDArray[np.float64]]()
+        for count in dict.fromkeys((low, high)):
+            cells = cells_of(spread.schedule, spread.pipeline, count, spread.virtual)
+            layout = plans[0].job.layout if plans else None
+            try:
+                own = in_schedule(closed.parts, cells, 0)
+                plans.append(Asynchronous(policy, own, on, self.settings, point=point, layout=layout))
+                bounds.append(least_by_pins(plans[-1].job))
+            except (CannotPlan, PlanError):  # as its plan will say
+                return 0.0
+        few, more = bounds[0], bounds[-1]
+        tries = [pins for pins in plans[0].tries() if pins < len(more)]
+        pins = [pins for pins in tries if few[pins] <= WORTH_A_TRY * few[tries].min()]
+        slope = (more[pins] - few[pins]) / max(1, high - low)
+        return float((more[pins] + (way.micro_batches - high) * slope).min())
+
     def answer(self, way: Way, policy: str, *, whole: bool) -> tuple[StagesRow, PlannedStages | None]:
         """Returns the row and its plans; None for a way that does not fit or, unless `whole`, has so many
         micro-batches that [Note: few micro-batches] answers. Raises CannotPlan."""
@@ -317,15 +375,9 @@ class _Asked:
             fits=False,
             recompute=way.recompute,
         )
-        stages, schedule = way.parallelism.pipeline, way.parallelism.schedule
-        counts = (2 * stages, 3 * stages) if schedule == INTERLEAVED else (stages + 1, max(2 * stages, 3))
+        counts = _few_of(way)
         try:
-            if (
-                whole
-                or self._searches(policy)
-                or schedule not in (SCHEDULES[0], INTERLEAVED)
-                or way.micro_batches <= 2 * counts[-1]
-            ):
+            if whole or self._searches(policy) or counts[0] == way.micro_batches:
                 planned = self._plan(way, policy, again=self.alone)
                 return _row(said, planned), planned
             few = self._plan(replace(way, micro_batches=counts[0]), policy)
@@ -375,11 +427,20 @@ class _Asked:
             return _Closed(way=way, bound_s=bound_s)
         on, own = machine_of_stage(self.machine, way.parallelism, 0), parts[:: way.parallelism.pipeline]
         beside = sum(one.weights_bytes + one.states_bytes for one, _ in own) // on.data_parallel_size
-        return _Closed(way=way, bound_s=bound_s, activation_bytes=_activation_bytes(way, parts), model_bytes=beside)
+        size = _activation_bytes(way, own)
+        return _Closed(way=way, bound_s=bound_s, activation_bytes=size, model_bytes=beside, parts=own)
 
     def _searches(self, policy: str) -> bool:
         named = self.policies[policy]
         return capabilities_of(find_policy(named) if isinstance(named, str) else named).tries_others
+
+
+def _few_of(way: Way) -> tuple[int, int]:
+    """All, twice, of a way without [Note: few micro-batches]."""
+    stages, schedule = way.parallelism.pipeline, way.parallelism.schedule
+    few, more = (2 * stages, 3 * stages) if schedule == INTERLEAVED else (stages + 1, max(2 * stages, 3))
+    able = schedule in (SCHEDULES[0], INTERLEAVED) and way.micro_batches > 2 * more
+    return (few, more) if able else (way.micro_batches, way.micro_batches)
 
 
 def _on_line(few: StagesRow, more: StagesRow, counts: Sequence[int], micro_batches: int) -> StagesRow:
@@ -406,10 +467,11 @@ def _on_line(few: StagesRow, more: StagesRow, counts: Sequence[int], micro_batch
 
 
 def _activation_bytes(way: Way, parts: Sequence[Part]) -> int:
+    """parts: of stage 0."""
     spread = way.parallelism
     filling = spread.pipeline * (1 + (spread.virtual > 1))
     cells = cells_of(spread.schedule, spread.pipeline, min(way.micro_batches, filling), spread.virtual)
-    return max(m.peak_bytes for m in in_schedule(parts[:: spread.pipeline], cells, 0).moments)
+    return max(m.peak_bytes for m in in_schedule(parts, cells, 0).moments)
 
 
 class _Layouts(dict[tuple[Tensor, ...], Layout]):

@@ -62,6 +62,8 @@ def play_each(
 
 def play_stages(plans: PlanSet, *, max_iterations: int = 8, jitter: Jitter | None = None) -> tuple[Timeline, ...]:
     """The stages of a pipeline, simulated together. Errors are those of `play`."""
+    if len(plans.plans) == 1:
+        return (play(plans.plans[0], max_iterations=max_iterations, jitter=jitter),)
     from pstar_sim.sim.several_ranks import play_set
 
     return play_set(plans, max_iterations, jitter)

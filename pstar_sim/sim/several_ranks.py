@@ -333,9 +333,22 @@ class _Task:
     """A running copy, CPU Adam or disk access, and collectives and compute where they share the GPU.
 
     left_s: nominal.
+    halved: a copy on a link that both directions share.
     """
 
-    __slots__ = ("demand", "done", "left_s", "nominal_s", "rank", "speed", "step", "version", "wire_s")
+    __slots__ = (
+        "demand",
+        "disk",
+        "done",
+        "halved",
+        "left_s",
+        "nominal_s",
+        "rank",
+        "speed",
+        "step",
+        "version",
+        "wire_s",
+    )
 
     def __init__(
         self, rank: _RankRun, step: Step, nominal_s: float, wire_s: float, dram_bytes: float, done: simpy.Event
@@ -346,6 +359,8 @@ class _Task:
         self.left_s = nominal_s
         self.wire_s = wire_s
         self.demand = dram_bytes / nominal_s
+        self.halved = bool(wire_s) and not rank.rank.link.duplex
+        self.disk = rank.disks is not None and step.queue in DISK_QUEUES
         self.done = done
         self.speed = 0.0
         self.version = 0
@@ -408,7 +423,7 @@ class _Node:
 
     def _speeds(self) -> list[float]:
         on_links = self._on_links()
-        wanted = sum(t.demand * speed * t.rank.share.in_node for t, speed in zip(self._tasks, on_links))
+        wanted = sum([t.demand * speed * t.rank.share.in_node for t, speed in zip(self._tasks, on_links) if t.demand])
         self._share = self.rates.share_of_dram(wanted)
         collective = {t.rank for t in self._tasks if t.step.queue is Queue.NET}
         return [
@@ -421,20 +436,25 @@ class _Node:
         ]
 
     def _on_links(self) -> list[float]:
-        copying = Counter(id(t.rank) for t in self._tasks if t.wire_s)
-        moving = {(t.rank, t.step.queue) for t in self._tasks}
-        speeds: list[float] = []
-        through: dict[tuple[Hashable, Kind], list[int]] = defaultdict(list)
-        for n, t in enumerate(self._tasks):
-            half = t.wire_s and copying[id(t.rank)] > 1 and not t.rank.rank.link.duplex
-            speeds.append(0.5 if half else 1.0)
-            if t.step.queue in DISK_QUEUES and t.rank.disks is not None:
-                if all((t.rank, queue) in moving for queue in DISK_QUEUES):
-                    speeds[-1] = t.rank.disks[DISK_QUEUES.index(t.step.queue)]
-            if t.wire_s and t.rank.share.root is not None:
-                through[t.rank.share.root, t.step.kind].append(n)
+        speeds = [1.0] * len(self._tasks)
+        halved = [n for n, t in enumerate(self._tasks) if t.halved]
+        if len(halved) > 1:
+            copying = Counter(self._tasks[n].rank for n in halved)
+            for n in halved:
+                speeds[n] = 0.5 if copying[self._tasks[n].rank] > 1 else 1.0
+        disks = [n for n, t in enumerate(self._tasks) if t.disk]
+        if len(disks) > 1:
+            moving = {(self._tasks[n].rank, self._tasks[n].step.queue) for n in disks}
+            for n in disks:
+                t = self._tasks[n]
+                if t.rank.disks is not None and all((t.rank, queue) in moving for queue in DISK_QUEUES):
+                    speeds[n] = t.rank.disks[DISK_QUEUES.index(t.step.queue)]
         if self.root_bytes_per_s is None:
             return speeds
+        through: dict[tuple[Hashable, Kind], list[int]] = defaultdict(list)
+        for n, t in enumerate(self._tasks):
+            if t.wire_s and t.rank.share.root is not None:
+                through[t.rank.share.root, t.step.kind].append(n)
         for tasks in through.values():
             wanted = [self._tasks[n].step.bytes / self._tasks[n].wire_s * speeds[n] for n in tasks]
             counts = [self._tasks[n].rank.share.in_root for n in tasks]

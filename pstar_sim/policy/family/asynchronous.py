@@ -11,6 +11,7 @@ import numpy as np
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.collector import without_garbage_collection
+from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.family.attempt import Attempt, attempt, burden_of
@@ -55,10 +56,17 @@ class _Rival:
 
 class Asynchronous:
     def __init__(
-        self, name: str, workload: Workload, machine: Machine, settings: Settings, *, point: Point | None = None
+        self,
+        name: str,
+        workload: Workload,
+        machine: Machine,
+        settings: Settings,
+        *,
+        point: Point | None = None,
+        layout: Layout | None = None,
     ) -> None:
         self.point = point = point or Point()
-        self.job = Job(name, in_order(name, workload, point.order), machine, settings, point)
+        self.job = Job(name, in_order(name, workload, point.order), machine, settings, point, layout)
 
     @without_garbage_collection()
     def plan(self) -> Plan:
@@ -79,6 +87,12 @@ class Asynchronous:
         chosen = _fastest(attempts)
         self._remember(chosen)
         return self._emit(chosen, attempts, most, bound_s)
+
+    def tries(self) -> list[int]:
+        """Numbers of pins that `_search` may try."""
+        best, most, _ = self._scan()
+        near = range(best - NEIGHBOURS, best + NEIGHBOURS + 1)
+        return sorted({0, most, *(pins for pins in near if 0 <= pins <= most)})
 
     def _search(self, best: int, most: int, bound_s: float) -> list[Attempt]:
         """With the closed form's number of pins, with none and with all; neighbours if `choose` finds an iteration
