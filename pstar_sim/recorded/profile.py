@@ -3,8 +3,8 @@
 [Note: rates of a trace] Sizes within a factor of two are one point of a curve, each shape with its median seconds. A
 product is an operator with shapes (`record_shapes=True`), and takes its kernels' seconds, or without a GPU its own.
 Copies have bytes; those of unpinned memory are apart. A kernel launched before the one in front had ended waits for
-that alone, so the gap between, with the shortest kernels, is what a kernel begins and ends with. A collective also
-waits for other ranks: the fastest quarter of each size counts. What a trace lacks stays as in the machine.
+that alone, so the gap between, with the shortest kernels, is what a kernel begins and ends with. A collective waits for
+other ranks, a CPU for other programs: the fastest quarter counts. What a trace lacks stays as in the machine.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def load_profile(path: str | Path) -> Profile:
     pageable = [p for way in ("HtoD", "DtoH") for p in _copies([e for e in copies if "Pageable" in e.name], way)]
     on_gpu = bool(trace.deviceProperties or kernels or copies)
     rows = _products(spans, kernels, on_gpu=on_gpu)
-    products = {dtype: _curve(points) for dtype, points in rows.items()}
+    products = {dtype: _curve(points, fastest=not on_gpu) for dtype, points in rows.items()}
     kernel_s = _kernel_s(spans, kernels)
     adam = list(_updates(spans, on_gpu=on_gpu))
     collectives = _curve(_collectives(kernels), fastest=True)
@@ -128,7 +128,7 @@ def load_profile(path: str | Path) -> Profile:
         d2h=d2h,
         pageable_bytes_per_s=_rate(pageable, fastest=False) if pageable else None,
         kernel_s=kernel_s,
-        adam_params_per_s=_rate(adam, fastest=False) if adam else None,
+        adam_params_per_s=_rate(adam, fastest=True) if adam else None,
         collectives=collectives,
         counts=counts,
     )

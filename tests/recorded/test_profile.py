@@ -99,6 +99,18 @@ def test_updates_on_the_cpu(tmp_path: Path) -> None:
     assert load_profile(written(tmp_path / "t.json", events)).adam_params_per_s == pytest.approx(1e9)
 
 
+def test_a_cpu_waits_for_other_programs(tmp_path: Path) -> None:
+    """Of eight products, two take 20 ms, and six that another program held up longer: 0.1 TFLOP/s. So for updates."""
+    said = {"Input Dims": [[1000, 1000], [1000, 1000]], "Input type": ["float", "float"]}
+    took_us = (20_000, 20_000, *range(50_000, 170_000, 20_000))
+    events = [span("cpu_op", "aten::mm", 0, us, **said) for us in took_us]
+    dims = [[[1000, 1000], [1_000_000]], []]
+    events += [span("cpu_op", "aten::_fused_adamw_", 0, us / 10, **{"Input Dims": dims}) for us in took_us]
+    profile = load_profile(written(tmp_path / "t.json", events, []))
+    assert profile.products == {"fp32": ((2e9, pytest.approx(1e11)),)}
+    assert profile.adam_params_per_s == pytest.approx(1e9)
+
+
 def test_collectives_count_what_a_rank_sends(tmp_path: Path) -> None:
     """Of 4 ranks each gathers 4 million numbers of 2 bytes: it sends 3/4 of 8 MB in 60 us. The other waited."""
     args = {"Collective name": "_allgather_base", "dtype": "BFloat16", "Group size": 4}
