@@ -172,7 +172,7 @@ def decided(c: Configuration, machine: Machine, job: Any, setting: SettingFlags)
 
 
 def _as_here(name: str, value: Any) -> Any:
-    """An adapter as files say it; what is no adapter is refused elsewhere."""
+    """What is no adapter is refused elsewhere."""
     try:
         return value if name != "lora" or value is None else str(adapter(value))
     except ModelError:

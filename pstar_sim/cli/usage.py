@@ -56,8 +56,7 @@ def _name(parameter: Any) -> str:
 
 
 def _check_words(context: Any, parameters: Sequence[Any], words: Sequence[str], *, until_word: bool) -> None:
-    """Refuse unknown flags, missing values, and missing or needless arguments. click would take the next flag for a
-    value, and names one missing flag at a time.
+    """click would take the next flag for a value, and names one missing flag at a time.
 
     until_word: stop at the first argument: a command follows.
     """

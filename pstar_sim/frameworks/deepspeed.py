@@ -387,7 +387,6 @@ _SIZES = {
 
 
 def _notes(found: KeyReading, stage: int, states: str, params: str) -> list[str]:
-    """On combinations that are not modelled, and defaults that depend on the version."""
     zero3, zero12 = stage == 3, stage in (1, 2)
     on_host = found["checkpoints_on_host"] is True
     offloaded3 = zero3 and states == "cpu" and params != "nvme"

@@ -47,7 +47,7 @@ _SENT: Mapping[str, Callable[[float, float, int], float]] = {
 
 
 class _Point(NamedTuple):
-    """A size on a curve's axis, and the seconds of its amount (flops, bytes, parameters)."""
+    """seconds: of the amount (flops, bytes, parameters)."""
 
     size: float
     amount: float
@@ -153,8 +153,7 @@ def _read(path: Path) -> _Trace:
 
 
 def _curve(points: Iterable[_Point], *, fastest: bool = False) -> Curve:
-    """A point per size within a factor of two, of each shape's median seconds, or median of its fastest quarter. Sizes
-    seen under three times are left out where others are seen more often."""
+    """Sizes seen under three times are left out where others are seen more often."""
     groups: list[list[_Point]] = []
     for point in sorted(points, key=lambda point: point.size):
         if groups and point.size <= 2 * groups[-1][0].size:
@@ -260,7 +259,7 @@ def _updates(spans: Sequence[_Event], *, on_gpu: bool) -> Iterator[_Point]:
 
 
 def _collectives(kernels: Sequence[_Event]) -> Iterator[_Point]:
-    """Bytes that a rank sends, by all slices' bytes, where NCCL said sizes."""
+    """By all slices' bytes, where NCCL said sizes."""
     for kernel in kernels:
         args = kernel.args
         sent = _SENT.get(str(args.get("Collective name")))

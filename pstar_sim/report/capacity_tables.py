@@ -120,10 +120,7 @@ def _loaded(loading: Loading, machine: Machine, tensors: Iterable[Tensor] = ()) 
 
 
 def _fit_notes(answer: Fits, *, why: bool) -> Iterator[str]:
-    """Sources and errors of times, why policies do not fit, and what is not modelled.
-
-    why: also for each that lacks room.
-    """
+    """why: also of each policy that lacks room."""
     known = [(row.policy, row.trust) for row in answer.rows if row.fits]
     yield from sources_of_times(answer.workload, answer.machine, known)
     short = {row.short_of for row in answer.rows if row.short_of is not None}

@@ -116,10 +116,7 @@ def _plot(
 
 @dataclass(frozen=True)
 class _Strip:
-    """Names of phases above the capacity.
-
-    start: of the first, in units of y.
-    """
+    """start: of the first name, in units of y."""
 
     start: float
     height: float

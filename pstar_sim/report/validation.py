@@ -112,7 +112,7 @@ def distance_text(v: Validation, width: int) -> str:
 
 
 def _inside(v: Validation) -> list[str]:
-    """Rows inside the bar quoted without their source, with a bar of their own class and of all rows."""
+    """Rows inside the bar of their class, and of all rows, without their source."""
     quoted = quoted_bars(v.results)
     if not quoted:
         return []

@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def _icon() -> Any:
-    """A tide over model data, as pixels: icons by name come from elsewhere."""
+    """Icons by name come from elsewhere."""
     pixels = np.full((32, 32, 3), 255, np.uint8)
     pixels[:12], pixels[20:] = _rgb(CATEGORIES["non-model"]), _rgb(CATEGORIES["param"])
     return Image.fromarray(pixels)
