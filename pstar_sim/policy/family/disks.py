@@ -68,9 +68,8 @@ def _fewest(states_bytes: Sequence[int], short_bytes: int, passing_chunks: int) 
 
 
 def _beside_states(job: Job, modes: Modes, order: Sequence[int], passing_chunks: int) -> Modes | None:
-    """As few sums or working lists as payloads allow go there too, then as few of the others: first those whose bytes
-    take less time of the disks. Where all leave too little room, None, or with one passing chunk those with the least
-    need."""
+    """As few sums or working lists as payloads allow, then as few of the others: first those whose bytes take less of
+    the disks' time. None where all leave too little room, with one passing chunk those with the least need."""
     modes = replace(modes, on_disks=frozenset(order))
     turns = {c: job.states_bytes(c) for c in order}
     short_bytes = needed_on_host(job, modes) - job.machine.host_budget_bytes
@@ -103,7 +102,7 @@ def _beside_states(job: Job, modes: Modes, order: Sequence[int], passing_chunks:
 
 
 def _tiers(job: Job, modes: Modes, order: Sequence[int]) -> Iterator[tuple[int, str, dict[int, int]]]:
-    """(ways through the host, field of `Modes`, chunk -> bytes) of working lists and sums."""
+    """(ways through the host, field of `Modes`, chunk -> bytes)."""
     working = 2, "wholly_on_disks", {c: job.sizes[c] for c in order}
     sums = [c for c in order if c not in modes.spilt and not (c in modes.summed and c in modes.streamed)]
     if not job.several or not sums:

@@ -96,7 +96,7 @@ def _ended_before(sizes: Sequence[int], room_bytes: int) -> list[int]:
 
 
 class Way(Enum):
-    """Of trips: a working list to the GPU, a last gradient to disks, a sum from and to disks."""
+    """Of trips: working lists to the GPU, last gradients to disks, sums both ways."""
 
     UP = "up"
     DOWN = "down"
@@ -171,10 +171,9 @@ class DiskRows:
 
 
 class DiskTrips:
-    """[Note: trips] The working list of a chunk that is wholly on disks passes the host for each visit, and its
-    gradient on its way there. A sum that lives there comes for each add. Each of these ways has room for TRIPS, in the
-    order of positions: a trip waits until an earlier one has left, so the host never holds more in any order of the
-    steps, and no trip waits for a later one.
+    """[Note: trips] A working list on disks passes the host for each visit, and its gradient on its way there; a sum
+    comes for each add. Each of these ways has room for TRIPS, in the order of positions: a trip waits until an earlier
+    one has left, so the host never holds more in any order of the steps, and no trip waits for a later one.
     """
 
     def __init__(self, rows: DraftRows) -> None:
@@ -200,17 +199,15 @@ class DiskTrips:
             self._leave(Way.UP, (c, "param"), read[0][0], row)
 
     def before_gradient(self, c: int) -> After:
-        """What the working list's way down waits for, besides room."""
         return self._rows.host_left(c, "param") if self._has(c, "param") else ()
 
     def send(self, c: int, down: int, added: int | None) -> None:
-        """A last gradient that has come down goes on, or leaves behind the row that has added it."""
+        """A last gradient goes on, or leaves behind its add."""
         if self._has(c, "param"):
             self._first.setdefault((c, "param"), down)
             self._leave(Way.DOWN, (c, "param"), down, self._sent(c, "param", down) if added is None else added)
 
     def bring_sum(self, c: int, moment: int) -> After:
-        """What the next add waits for."""
         rows, after = self._rows, self._rows.host_left(c, "grad32")
         if not after:
             return ()
@@ -218,7 +215,6 @@ class DiskTrips:
         return ((rows.add(Queue.NVME, Kind.NVME_READ, c, "grad32", moment, after=after, key=key), 0),)
 
     def send_sum(self, c: int, added: int, brought: After) -> int:
-        """Returns the row after which it waits for more."""
         if not self._has(c, "grad32"):
             return added
         begins = brought[0][0] if brought else self._first.setdefault((c, "grad32"), added)
