@@ -156,7 +156,7 @@ class DoesNotFit(PstarError):
         self.change = change
 
     def or_less(self, first: DoesNotFit | None) -> DoesNotFit:
-        """The first refusal, if there is one, unless this names less of the same place."""
+        """The first, unless this names less of the same place."""
         less = first is None or (self.place == first.place and self.needed_bytes < first.needed_bytes)
         return self if less or first is None else first
 

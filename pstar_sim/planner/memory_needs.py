@@ -261,8 +261,7 @@ def _most_on_host(
 ) -> tuple[int, Need]:
     """Host budget, and the need of the plan for it that has room on the machine. Raises DoesNotFit.
 
-    startup_bytes: of the loading, where any plan that has room will do; that for the least memory is then made only if
-        it may have none.
+    startup_bytes: of the loading, where any plan that has room will do.
     asked: whether the plan for the whole host may have room.
     """
     whole = high = machine.host_budget_bytes
@@ -317,7 +316,7 @@ def _nearest_the_whole(
     short: DoesNotFit | None,
 ) -> tuple[int, Need]:
     """low, need: of a plan that has room.
-    high, short: the same of one that has none.
+    high, short: of one that has none.
     """
     whole = machine.host_budget_bytes
     over_bytes = 0 if short is None else short.short_bytes
@@ -346,8 +345,7 @@ def _surely_short(plan: Plan, loading: Loading) -> bool:
 
 
 def _at_most(refusal: DoesNotFit, startup_bytes: int) -> Need:
-    """What a plan for the refusal's bytes may need, of which some are buffers: slabs are less than twice their
-    contents."""
+    """Slabs are less than twice their contents."""
     size_bytes = refusal.needed_bytes
     return Need(
         policy=refusal.policy,
@@ -665,9 +663,8 @@ def with_large_disks(workload: Workload, machine: Machine) -> Machine:
 def least_gpu_bytes(ask: Callable[[Machine], DoesNotFit | None], machine: Machine) -> int:
     """The smallest budget of each GPU with which a job that fits still fits.
 
-    A refusal names the least GPU bytes, which are asked next. If the host is short (chunks have to be pinned), as many
-    bytes more are asked, twice as many after each refusal, and after a yes a little less, to 1 / 2 ** GPU_PARTS or a
-    hundredth of a GB.
+    A refusal names the least GPU bytes, which are asked next. If the host is short, what it lacks is added, to
+    1 / 2 ** GPU_PARTS.
     """
     low, high = 1, machine.gpu_budget_bytes
     error: DoesNotFit | None
