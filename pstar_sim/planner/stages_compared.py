@@ -16,8 +16,8 @@ line is too low; so the fastest row is planned whole, until the fastest is one t
 searches.
 
 [Note: the least by pins] Policies that only pin leave other updates, and adds in every micro-batch, to the CPU. Of
-stage 0, what no number of pins that they may try undercuts (policy/family/pins.py), on a line likewise, has to be below
-the fastest plan for ways that recompute less.
+stage 0, what no number of pins undercuts (policy/family/pins.py), on a line likewise, has to be below the fastest plan
+for ways that recompute less.
 """
 
 from __future__ import annotations
@@ -52,8 +52,6 @@ from pstar_sim.workload.parallelism import CUTS, Parallelism
 from pstar_sim.workload.pipeline import INTERLEAVED, SCHEDULES, Part, cells_of, in_schedule
 from pstar_sim.workload.workload import Tensor, Workload
 
-WORTH_A_TRY = 1.25
-"""A number of pins whose bound is so much above the least is not what a policy chooses."""
 _WRITTEN = 2
 """Jobs of a way's stages that are kept: with two numbers of micro-batches."""
 
@@ -358,11 +356,8 @@ class _Asked:
                 bounds.append(least_by_pins(plans[-1].job))
             except (CannotPlan, PlanError):  # as its plan will say
                 return 0.0
-        few, more = bounds[0], bounds[-1]
-        tries = [pins for pins in plans[0].tries() if pins < len(more)]
-        pins = [pins for pins in tries if few[pins] <= WORTH_A_TRY * few[tries].min()]
-        slope = (more[pins] - few[pins]) / max(1, high - low)
-        return float((more[pins] + (way.micro_batches - high) * slope).min())
+        few, more = (each[: min(map(len, bounds))] for each in (bounds[0], bounds[-1]))
+        return float((more + (way.micro_batches - high) * (more - few) / max(1, high - low)).min())
 
     def answer(self, way: Way, policy: str, *, whole: bool) -> tuple[StagesRow, PlannedStages | None]:
         """Returns the row and its plans; None for a way that does not fit or, unless `whole`, has so many

@@ -1132,8 +1132,7 @@ def test_no_plan_by_pins_is_faster_than_its_bound(node: Machine) -> None:
         workload, on = stages_of(job, node, parallelism)[0], machine_of_stage(node, parallelism, 0)
         policy = Asynchronous("tide", workload, on, Settings())
         bounds = least_by_pins(policy.job)
-        assert set(policy.tries()) >= {0, len(bounds) - 1}
-        for pins in policy.tries():
+        for pins in sorted({0, len(bounds) // 2, len(bounds) - 1}):
             planned = plan_stages(job, node, f"tide:pins={pins}", parallelism, again=False)
             assert 0 < bounds[pins] <= planned.iteration_s * (1 + 1e-9)
 

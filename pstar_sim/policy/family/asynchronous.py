@@ -88,12 +88,6 @@ class Asynchronous:
         self._remember(chosen)
         return self._emit(chosen, attempts, most, bound_s)
 
-    def tries(self) -> list[int]:
-        """Numbers of pins that `_search` may try."""
-        best, most, _ = self._scan()
-        near = range(best - NEIGHBOURS, best + NEIGHBOURS + 1)
-        return sorted({0, most, *(pins for pins in near if 0 <= pins <= most)})
-
     def _search(self, best: int, most: int, bound_s: float) -> list[Attempt]:
         """With the closed form's number of pins, with none and with all; neighbours if `choose` finds an iteration
         clearly slower than that predicts. Raises DoesNotFit if the host has no room."""
