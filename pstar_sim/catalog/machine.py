@@ -719,8 +719,10 @@ class Machine:
 
     ranks: ranks of all nodes, node by node, the same number in each.
     host: host of ONE node; its ranks share memory and cores in equal parts, and bandwidths as they need them.
+    notes: of the catalog.
     price_usd_per_hour: price of the whole machine.
     extra: further figures by name.
+    nodes: their number.
     peer: joins the GPUs of a node; None: they reach each other over their links.
     network: joins the nodes.
     root_bytes_per_s: rate of a PCIe switch to or from the host, each way, shared by the ranks on it.

@@ -219,7 +219,7 @@ class TestWrongSets:
         ("change", "message"),
         [
             ({"settings": Settings(clip=False)}, "stage 1 has other settings than stage 0"),
-            ({"sequence": 7}, "stage 1 has sequence 7, and stage 0 1; the stages are of one job"),
+            ({"sequence": 7}, "stage 1 has sequence 7, and stage 0 1; they are of one job"),
             ({"spread": "tp=2,pp=2"}, "stage 0 is of dp=1; the set is of tp=2,pp=2"),
         ],
     )
@@ -789,6 +789,9 @@ class TestSharesOfLayers:
         assert unlike.gain_of_split == 1 and alike.gain_of_split is None
         assert unlike.iteration_s == alike.iteration_s
         assert [t.peak_bytes for t in unlike.timelines] == [t.peak_bytes for t in alike.timelines * 2]
+        for parts in ((11, 1), (7, 5)):
+            with pytest.raises(PlanError, match=f"b has tensors as large as a; the shares are a {parts[0]}/12"):
+                prove_set(replace(unlike.plans, shares=tuple(Share(1, own) for own in parts)))
 
     @pytest.mark.parametrize("policy", ["all_on_gpu", "tide"])
     @pytest.mark.parametrize(

@@ -47,16 +47,16 @@ def prove_set(plans: PlanSet) -> tuple[CheckReport, ...]:
 
 
 def _check_jobs(plans: PlanSet) -> None:
-    spread, first = plans.parallelism, plans.plans[0]
-    for stage, plan in enumerate(plans.plans):
+    spread, first, names = plans.parallelism, plans.plans[0], plans.names
+    for name, plan in zip(names, plans.plans):
         for what in ("model", "dtype", "batch", "sequence", "micro_batches"):
             if getattr(plan.workload, what) != getattr(first.workload, what):
                 raise PlanError(
-                    f"stage {stage} has {what} {getattr(plan.workload, what)!r}, and stage 0 "
-                    f"{getattr(first.workload, what)!r}; the stages are of one job"
+                    f"{name} has {what} {getattr(plan.workload, what)!r}, and {names[0]} "
+                    f"{getattr(first.workload, what)!r}; they are of one job"
                 )
         if plan.settings != first.settings:
-            raise PlanError(f"stage {stage} has other settings than stage 0: {plan.settings}")
+            raise PlanError(f"{name} has other settings than {names[0]}: {plan.settings}")
         ranks = {group.name: group.ranks for group in plan.machine.groups}
         scattered = {
             group for m in plan.workload.moments for what, group, _ in m.collectives if what == "reduce_scatter"
@@ -70,13 +70,13 @@ def _check_jobs(plans: PlanSet) -> None:
         )
         same = ("tensor", "sequence", "context", "experts", *(() if spread.data is None else ("data",)))
         if any(getattr(here, what) != getattr(spread, what) for what in same):
-            raise PlanError(f"stage {stage} is of {here}; the set is of {spread}")
-        _check_shard(plan, stage, spread.shard)
+            raise PlanError(f"{name} is of {here}; the set is of {spread}")
+        _check_shard(plan, name, spread.shard)
     parts = 1 + max((b.part for plan in plans.plans for b in plan.workload.borders if b.part), default=-1)
     if (spread.virtual > 1 and parts != spread.pipeline * spread.virtual - 1) or (spread.virtual == 1 and parts):
         raise PlanError(f"{parts or 'no'} borders of parts are crossed; the set is of {spread}")
     for stage, plan in enumerate(plans.plans):
-        _check_schedule(plan, 0 if plans.shares else stage, spread)
+        _check_schedule(plan, names[stage], 0 if plans.shares else stage, spread)
 
 
 def _check_shares(plans: PlanSet) -> None:
@@ -92,6 +92,8 @@ def _check_shares(plans: PlanSet) -> None:
         tensors = plan.workload.tensors
         if [t.name for t in tensors] != [t.name for t in first.workload.tensors]:
             raise PlanError(f"{name} has other tensors than {plans.names[0]}")
+        if share.parts != shares[0].parts and [t.shape for t in tensors] == [t.shape for t in first.workload.tensors]:
+            raise PlanError(f"{name} has tensors as large as {plans.names[0]}; the shares are {plans.split}")
         for t, other in zip(tensors, first.workload.tensors):
             if not all(a == b or _of_one(a, share.parts, b, shares[0].parts) for a, b in zip(t.shape, other.shape)):
                 raise PlanError(
@@ -110,14 +112,14 @@ def _of_one(size: int, parts: int, other: int, others: int) -> bool:
     return max((size - 1) * others, (other - 1) * parts) < min(size * others, other * parts)
 
 
-def _check_shard(plan: Plan, stage: int, shard: str | None) -> None:
+def _check_shard(plan: Plan, name: str, shard: str | None) -> None:
     if not slices_as(plan, shard):
         what = f"slices parameters, of which {len(whole_chunks(plan))} of {len(plan.layout.chunks)} chunks stay whole"
         sliced = plan.layout.ranks > 1
-        raise PlanError(f"stage {stage} {what if sliced else 'slices nothing'}; the set has shard={shard}")
+        raise PlanError(f"{name} {what if sliced else 'slices nothing'}; the set has shard={shard}")
 
 
-def _check_schedule(plan: Plan, stage: int, spread: Parallelism) -> None:
+def _check_schedule(plan: Plan, name: str, stage: int, spread: Parallelism) -> None:
     """By the order in which moments run forwards and backwards of micro-batches."""
     w = plan.workload
     if w.order is Order.LAYER_MAJOR:
@@ -126,7 +128,7 @@ def _check_schedule(plan: Plan, stage: int, spread: Parallelism) -> None:
     cells = cells_of(spread.schedule, spread.pipeline, w.micro_batches, spread.virtual)[stage]
     if passes != [(cell.micro_batch, cell.backward) for cell in cells]:
         order = f"another order than schedule={spread.schedule}"
-        raise PlanError(f"stage {stage} runs its micro-batches in {order}; the set is of {spread}")
+        raise PlanError(f"{name} runs its micro-batches in {order}; the set is of {spread}")
 
 
 def _check_meetings(plans: PlanSet) -> None:
@@ -135,15 +137,18 @@ def _check_meetings(plans: PlanSet) -> None:
         raise PlanError("a meeting is listed twice")
     for meeting in (*(wanted - given), *(given - wanted)):
         what = "is missing" if meeting in wanted else "is not one that the stages need"
-        raise PlanError(f"the meeting of {_words(plans.plans, meeting.steps)} {what}")
+        raise PlanError(f"the meeting of {_words(plans, meeting.steps)} {what}")
 
 
-def _words(plans: Sequence[Plan], steps: Sequence[tuple[int, int]]) -> str:
-    names = [{step.id: label(step) for step in plan.steps} for plan in plans]
-    return " and ".join(
-        f"stage {stage}'s {names[stage].get(step, f'step {step}') if 0 <= stage < len(plans) else f'step {step}'}"
-        for stage, step in steps
-    )
+def _words(plans: PlanSet, steps: Sequence[tuple[int, int]]) -> str:
+    labels = [{step.id: label(step) for step in plan.steps} for plan in plans.plans]
+
+    def words(member: int, step: int) -> str:
+        if not 0 <= member < len(labels):
+            return f"stage {member}'s step {step}"
+        return f"{plans.names[member]}'s {labels[member].get(step, f'step {step}')}"
+
+    return " and ".join(words(*each) for each in steps)
 
 
 def _check_order(plans: PlanSet) -> None:
@@ -165,4 +170,4 @@ def _check_order(plans: PlanSet) -> None:
     except CycleError as error:
         stuck = next((n for n in error.args[1] if isinstance(n, int)), None)
         steps = plans.meetings[stuck].steps if stuck is not None else error.args[1][:1]
-        raise PlanError(f"the stages wait for each other in a circle, through {_words(plans.plans, steps)}") from None
+        raise PlanError(f"the stages wait for each other in a circle, through {_words(plans, steps)}") from None
