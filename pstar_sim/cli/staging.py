@@ -195,7 +195,7 @@ def plan_spread(
 def _split(row: StagesRow) -> str:
     from pstar_sim.report.stages import split_words
 
-    return f"; {split_words(row)}" if row.split else ""
+    return f"; {split_words(row.split, row.gain_of_split)}" if row.split else ""
 
 
 def check_set(path: str, plans: PlanSet, *, json: bool) -> int:
@@ -206,7 +206,7 @@ def check_set(path: str, plans: PlanSet, *, json: bool) -> int:
     reports, seconds = examine_set(plans)
     cut = plans.parallelism.cut
     unchecked = [f"cut={cut}, by which the planner chose each stage's layers"] if cut != CUTS[0] else []
-    unchecked += [f"shares of layers by speed, {plans.split}, and what they gain"] if plans.shares else []
+    unchecked += [f"whether the shares of layers, {plans.split}, are the fastest"] if plans.shares else []
     stated = " as stated" if all("iteration_s" in plan.predictions for plan in plans.plans) else ""
     if json:
         stages = [{"steps": report.steps, "peak_bytes": report.peak_bytes} for report in reports]

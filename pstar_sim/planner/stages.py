@@ -1,7 +1,7 @@
 """A job spread over GPUs in one way, planned stage by stage and simulated as a whole.
 
-Beside it: `stages_degrees`, the ways of a question; `stages_cut`, the jobs of the stages; `stages_machines`, what each
-runs on; `stages_compared`, all ways planned; `stages_shortages`, what they lack.
+Beside it: `stages_degrees`, ways; `stages_cut`, jobs of stages; `stages_machines`, what each runs on;
+`stages_compared`, all ways planned; `stages_shortages`, what they lack.
 
 [Note: planned again] A policy that orders copies by the cost model's seconds plans a stage as if its receives came at
 once. So once simulated, each stage is planned again with the seconds that its moments waited for others added to
@@ -38,6 +38,8 @@ from pstar_sim.workload.workload import Workload
 
 EVEN = "even_split_s"
 """Key of predictions: seconds with equal shares of layers."""
+_STEPS = 8
+"""From shares to their reverse."""
 _OTHER_STAGES = (Queue.SEND, Queue.RECEIVE, "stages")
 """Causes of a wait for another stage, as a timeline names them."""
 
@@ -119,27 +121,27 @@ def plan_stages(
     pins: Sequence[int] = (),
     cut: Cut | None = None,
 ) -> PlannedStages:
-    """Plans and simulates all stages, or kinds of GPUs; of these shares by speed or, if faster, equal ones.
+    """Plans and simulates all stages, or kinds of GPUs.
 
     shape: the model's, if it is not in the catalog.
     again: [Note: planned again].
     pins: of each plan, for a policy that searches for their number; empty: searched for.
     cut: if known.
 
-    Raises PstarError for degrees that the job or the machine does not allow, and DoesNotFit and CannotPlan, naming the
-    stage.
+    Raises PstarError for degrees that job or machine do not allow, and DoesNotFit and CannotPlan, naming the stage.
     """
     settings = settings or Settings()
     if parallelism.data_on(machine.world_size) * parallelism.context > 1:
         policy = sharded_as(policy, parallelism.shard)
     cut = cut or Cut(job=job, machine=machine, parallelism=parallelism, shape=shape)
-    planned = _planned(cut, policy, settings, pins)
-    if planned.plans.shares:
-        return _faster_than_even(planned, cut, policy, settings, pins)
+    if cut.shares:
+        return _fastest_split(cut, policy, settings, pins)
+    planned, _ = _planned(cut, policy, settings, pins)
     return planned_again(planned, policy, settings) if again else planned
 
 
-def _planned(cut: Cut, policy: str | Policy, settings: Settings, pins: Sequence[int]) -> PlannedStages:
+def _planned(cut: Cut, policy: str | Policy, settings: Settings, pins: Sequence[int]) -> tuple[PlannedStages, Cut]:
+    """The cut has room."""
     spread = cut.parallelism
     functions = [_pinned(policy, each) for each in pins or (None,) * cut.members]
     refusals: list[DoesNotFit] = []
@@ -153,7 +155,7 @@ def _planned(cut: Cut, policy: str | Policy, settings: Settings, pins: Sequence[
             break
         except DoesNotFit as error:
             refusals.append(error.restated(what=f"{_named(cut, len(plans))}{error.what}"))
-            less = cut.relieved(len(plans)) if error.place == "gpu" else None
+            less = cut.after(len(plans), error)
             if less is None:
                 raise min(refusals, key=lambda each: each.short_bytes) from error
             cut = less
@@ -161,17 +163,37 @@ def _planned(cut: Cut, policy: str | Policy, settings: Settings, pins: Sequence[
             raise CannotPlan(f"{_named(cut, len(plans))}{error}") from error
     if not all(slices_as(plan, spread.shard) for plan in plans):
         raise CannotPlan(f"{plans[0].policy} slices otherwise; leave shard={spread.shard} out")
-    return _together(spread, plans, cut.shares)
+    return _together(spread, plans, cut.shares), cut
 
 
-def _faster_than_even(
-    planned: PlannedStages, cut: Cut, policy: str | Policy, settings: Settings, pins: Sequence[int]
-) -> PlannedStages:
-    try:
-        even = _planned(replace(cut, even=True, most=()), policy, settings, pins)
-    except (CannotPlan, DoesNotFit, ModelError):
-        return planned
-    best = min(planned, even, key=lambda each: each.iteration_s)
+def _fastest_split(cut: Cut, policy: str | Policy, settings: Settings, pins: Sequence[int]) -> PlannedStages:
+    """From shares by speed towards equal ones, while that is faster."""
+
+    def planned(towards: Cut) -> tuple[PlannedStages, Cut] | None:
+        try:
+            return _planned(towards, policy, settings, pins)
+        except (CannotPlan, DoesNotFit, ModelError):
+            return None
+
+    best, less = _planned(cut, policy, settings, pins)
+    even, parts = best, [share.parts for share in less.shares]
+    step = max(1, (max(parts) - min(parts)) // _STEPS)
+    while max(parts) > min(parts):
+        towards = less.relieved(parts.index(max(parts)), step)
+        found = None if towards is None else planned(towards)
+        if found is None:
+            break
+        even, less = found
+        parts = [share.parts for share in less.shares]
+        if even.iteration_s >= best.iteration_s:
+            break
+        best = even
+    if max(parts) > min(parts):
+        found = planned(replace(cut, even=True, most=()))
+        if found is None:
+            return best
+        even, _ = found
+    best = min(best, even, key=lambda each: each.iteration_s)
     stated = {"iteration_s": best.iteration_s, EVEN: even.iteration_s}
     plans = tuple(replace(plan, predictions=stated) for plan in best.plans.plans)
     return replace(best, plans=replace(best.plans, plans=plans))

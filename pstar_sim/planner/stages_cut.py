@@ -1,18 +1,19 @@
 """The jobs of the members of a set of plans: of stages, or of kinds of GPUs that split layers.
 
 [Note: cut by speed] Whale's rule: each layer goes to the stage that then ends first, by the cost model, with embedding
-and head where they are. A stage without room gives one away, until all have room. Kinds of GPUs that split layers take
-whole parts of each (`parts_of`), of heads, columns and vocabulary alike, with which the moments end first.
+and head where they are. Kinds of GPUs that split layers take whole parts of each (`parts_of`) with which moments end
+first. Those without room give some away.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate, pairwise
+from math import ceil
 
 from pstar_sim.bounds.stages import seconds_in_step
 from pstar_sim.catalog.machine import Machine
@@ -20,7 +21,7 @@ from pstar_sim.catalog.model_shapes import ModelEntry, model_entry
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan_set import Share
 from pstar_sim.cost import CostModel
-from pstar_sim.errors import ModelError, PstarError
+from pstar_sim.errors import DoesNotFit, ModelError, PstarError
 from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.stages_machines import divisors, kinds_of, machine_of_stage
 from pstar_sim.workload.parallelism import CUTS, Parallelism
@@ -37,6 +38,7 @@ class Cut:
     shape: the model's, if it is not in the catalog.
     most: layers of each stage that is cut by speed, or parts of each kind of GPU, if limited.
     even: kinds take equal parts.
+    ends: (seconds, unevenness) of splits, also relieved.
     """
 
     job: Job
@@ -45,6 +47,7 @@ class Cut:
     shape: ModelEntry | None = None
     most: tuple[int, ...] = ()
     even: bool = False
+    ends: dict[tuple[Share, ...], tuple[float, int]] = field(default_factory=dict, repr=False)
 
     @property
     def members(self) -> int:
@@ -87,17 +90,23 @@ class Cut:
         )
         return stage_of(entry, stage, batch=batch, sequence=job.seq, **axes)
 
-    def relieved(self, member: int) -> Cut | None:
-        """Others take some of a member's; None if they cannot."""
+    def after(self, member: int, refusal: DoesNotFit) -> Cut | None:
+        """Relieved of a layer, or the parts without room."""
+        if not self.shares:
+            return self.relieved(member) if refusal.place == "gpu" else None
+        return self.relieved(member, ceil(self.shares[member].parts * refusal.short_bytes / refusal.needed_bytes))
+
+    def relieved(self, member: int, parts: int = 1) -> Cut | None:
+        """Others take some, or kinds equal parts; None if they cannot."""
         if self.even or (not self.shares and self.parallelism.cut == CUTS[0]):
             return None
         layers = layers_of(self.job, self.machine, self.parallelism, shape=self.shape, most=self.most)
         has = [share.parts for share in self.shares] or [len(one) for one in layers]
         most = list(self.most or [sys.maxsize] * self.members)
-        most[member] = has[member] - 1
+        most[member] = max(has[member] - parts, min(1, has[member] - 1))
         less = replace(self, most=tuple(most))
         if self.shares:
-            return less if _splits(less) else None
+            return next((each for each in (less, replace(self, most=(), even=True)) if _splits(each)), None)
         return less if most[member] and sum(most) >= layers[-1].stop else None
 
 
@@ -157,12 +166,12 @@ def _shares_of(cut: Cut) -> tuple[Share, ...]:
             members.append(jobs[layers, n, share])
         return seconds_in_step(members)
 
-    def all_layers(split: tuple[Share, ...]) -> tuple[float, int]:
-        first, second = (seconds(layers, split) for layers in (1, 2))
-        parts = [share.parts for share in split]
-        return first + (entry.layers - 1) * (second - first), max(parts) - min(parts)
-
-    return min(splits, key=all_layers)
+    for split in splits:
+        if split not in cut.ends:
+            first, second = (seconds(layers, split) for layers in (1, 2))
+            parts = [share.parts for share in split]
+            cut.ends[split] = first + (entry.layers - 1) * (second - first), max(parts) - min(parts)
+    return min(splits, key=cut.ends.__getitem__)
 
 
 def _ranks_of_kinds(cut: Cut) -> list[int]:

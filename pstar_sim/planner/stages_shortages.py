@@ -54,8 +54,7 @@ def stages_shortage(
             if short is None:
                 return None
             member, refusal = short
-            gives = cut.shares and isinstance(refusal, DoesNotFit) and refusal.place == "gpu"
-            cut = cut.relieved(member) if gives else None
+            cut = cut.after(member, refusal) if cut.shares and isinstance(refusal, DoesNotFit) else None
             refusals.append(refusal)
     if unable and not refusals:
         raise unable[0]

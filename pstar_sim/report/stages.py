@@ -63,9 +63,8 @@ def stages_text(comparison: StagesComparison, *, width: int | None = None) -> st
         lines += ["", *wrap(f"{words}: {', '.join(comparison.slower)}", width)]
     if comparison.gain_of_cut is not None:
         lines += ["", f"stages cut by speed: {comparison.gain_of_cut:.2f} times as fast as stages of equal depth"]
-    split = next((row for row in fitting if row.split), None)
-    if split is not None:
-        lines += ["", *wrap(f"{split.parallel}: {split_words(split)}", width)]
+    splits = [f"{row.parallel}: {split_words(row.split, row.gain_of_split)}" for row in fitting if row.split]
+    lines += ["", *wrap(splits[0], width)] if splits else []
     for note in comparison.notes:
         lines += ["", *wrap(f"note: {note}", width)]
     for words in comparison.left_out:
@@ -73,10 +72,11 @@ def stages_text(comparison: StagesComparison, *, width: int | None = None) -> st
     return "\n".join(lines) + "\n"
 
 
-def split_words(row: StagesRow) -> str:
-    gain = row.gain_of_split
+def split_words(split: str, gain: float | None) -> str:
+    if len({share.rpartition(" ")[2] for share in split.split(", ")}) == 1:
+        return f"layers split equally, {split} for each GPU: none of the splits by speed that were tried is faster"
     even = "there is no plan with equal shares" if gain is None else f"{gain:.2f} times as fast as with equal shares"
-    return f"layers split by speed, {row.split} for each GPU: {even}"
+    return f"layers split by speed, {split} for each GPU: {even}"
 
 
 def _cells(row: StagesRow) -> tuple[str, ...]:
@@ -136,11 +136,7 @@ def explain_stages(planned: PlannedStages, *, width: int | None = None) -> str:
             f"equally long and wait for no link would have {equal}."
         )
     if planned.plans.shares:
-        gain = planned.gain_of_split
-        than = (
-            "There is no plan with equal shares." if gain is None else f"{gain:.2f} times as fast as with equal shares."
-        )
-        texts.append(f"Layers are split by speed, {planned.plans.split} for each GPU. {than}")
+        texts.append(f"{split_words(planned.plans.split, planned.gain_of_split)}.".replace("layers", "Layers", 1))
     texts += _words_for_sums(plans)
     rows = [_stage_cells(planned, n) for n in range(len(plans))]
     lines = [line for text in texts for line in wrap(text, width)]

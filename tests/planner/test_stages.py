@@ -825,6 +825,37 @@ class TestSharesOfLayers:
         small = self.unlike(3e12, 1e12, memory=(10**8, 10**9))
         assert isinstance(stages_shortage(self.JOB, small, "all_on_gpu", [way], Settings()), DoesNotFit)
 
+    @pytest.mark.parametrize(
+        ("policy", "host", "batch", "seq", "parts"),
+        [
+            ("static_partition", "100GB", 4, 1024, (4, 4)),  # by speed lacks room on the host
+            ("tide", "200GB", 4, 1024, (4, 4)),
+            ("tide", "200GB", 8, 2048, (5, 3)),
+        ],
+    )
+    def test_copies_and_the_host_count_too(
+        self, policy: str, host: str, batch: int, seq: int, parts: tuple[int, int]
+    ) -> None:
+        """By speed of computing 6 and 2 of 8 parts: those between them and equal ones may be faster, or have room."""
+        machine = load_machine("a100-40+v100-32", host_memory=host)
+        job = Job(model="llama-3-8b", batch=batch, seq=seq)
+        assert Cut(job=job, machine=machine, parallelism=self.TWO).shares == (Share(1, 6), Share(1, 2))
+        planned = plan_stages(job, machine, policy, self.TWO)
+        assert planned.plans.shares == tuple(Share(1, own) for own in parts)
+        assert planned.gain_of_split is not None and (planned.gain_of_split > 1) == (parts != (4, 4))
+        assert ("Layers split equally, a100-40 4/8, v100-32 4/8" in explain_stages(planned)) == (parts == (4, 4))
+        way = Way(parallelism=self.TWO, batch=batch, micro_batches=1)
+        assert stages_shortage(job, machine, policy, [way], Settings()) is None
+
+    def test_relieved_cuts_have_each_split_timed_once(self) -> None:
+        """A refusal by a third of a kind's bytes takes a third of its parts at least."""
+        cut = Cut(job=self.JOB, machine=self.unlike(3e12, 1e12), parallelism=self.TWO)
+        assert cut.shares == (Share(1, 9), Share(1, 3))
+        short = DoesNotFit(policy="tide", place="host", needed_bytes=300, available_bytes=200, what="states")
+        less = cut.after(0, short)
+        assert less is not None and less.shares == (Share(1, 6), Share(1, 6))
+        assert less.ends is cut.ends and len(cut.ends) == 11
+
     def test_a_file_keeps_the_shares(self, tmp_path: Path) -> None:
         planned = self.planned(self.unlike(3e12, 1e12))
         save_set(planned.plans, tmp_path / "two.json")
@@ -832,9 +863,7 @@ class TestSharesOfLayers:
         assert isinstance(found, PlanSet) and found.shares == planned.plans.shares
         assert examine_set(found)[1] == planned.iteration_s
         said = explain_stages(PlannedStages(plans=found, timelines=play_stages(found)), width=200)
-        assert (
-            "Layers are split by speed, a 9/12, b 3/12 for each GPU. 2.00 times as fast as with equal shares." in said
-        )
+        assert "Layers split by speed, a 9/12, b 3/12 for each GPU: 2.00 times as fast as with equal shares." in said
 
     def test_shares_that_the_plans_do_not_have_are_refused(self) -> None:
         plans = self.planned(self.unlike(3e12, 1e12)).plans
