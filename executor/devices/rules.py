@@ -41,7 +41,7 @@ class Rule:
     buffers: fp32 tensors beside the lists, as long as what is updated at a time.
     counts: type of a state dict's step count, if any.
     block: elements updated together.
-    room: bytes for a whole tensor of a shape beside its lists, None for updates of elements.
+    room: bytes for a whole tensor of a shape beside fp32 states, None for updates of elements.
     needs: its package, "" for torch.
     constants: key -> tensor that a state dict has beside the states.
     """
@@ -190,8 +190,8 @@ def _adafactor(
 
 
 def _room_of_adafactor(shape: Sequence[int]) -> int:
-    """fp32 parameter, gradient, direction and what two operators of it make."""
-    return 5 * 4 * math.prod(shape)
+    """fp32 gradient, direction and what two operators of it make."""
+    return 4 * 4 * math.prod(shape)
 
 
 def _room_of_muon(shape: Sequence[int]) -> int:

@@ -77,13 +77,14 @@ def scratch_bytes(plan: Plan) -> int:
     buffers = max(RULES[layout.states_of(c).name].buffers for c in chunks)
     pieces, whole_bytes = 0, 0
     for c in chunks:
-        if (room := RULES[layout.states_of(c).name].room) is not None:
-            whole_bytes = max(whole_bytes, *(room(slot.shape) for slot in layout.chunks[c].slots))
-            continue
         of_chunk = layout.optimizer.of_width(DTYPES[layout.chunks[c].dtype].bytes)
         widths = [DTYPES[layout.chunks[c].dtype].bytes, *(size for _, size in of_chunk.state_bytes)]
-        alike = len({*widths, *([layout.sum_width(c)] if several else ())}) == 1
-        pieces = max(pieces, 0 if alike else sum(size < 4 for size in widths))
+        casts = len({*widths, *([layout.sum_width(c)] if several else ())}) > 1
+        if (room := RULES[layout.states_of(c).name].room) is None:
+            pieces = max(pieces, casts * sum(size < 4 for size in widths))
+            continue
+        wide = 4 * casts * sum(0 < row.per_element < 4 for row in layout.states_of(c).lists)
+        whole_bytes = max(whole_bytes, *(room(slot.shape) + wide * slot.numel for slot in layout.chunks[c].slots))
     rounded = _ROUND_BYTES if layout.optimizer.masters == MASTERS[1] else 0
     return whole_bytes + rounded + (pieces + buffers) * 4 * min(GPU_BLOCK, max(layout.slice_numel(c) for c in chunks))
 
@@ -118,20 +119,21 @@ def update(
     beside: torch.Tensor | None = None,
 ) -> None:
     """Update in place flat tensors, [numel of the chunk] but for states with `spans`. Where all have one dtype, the
-    rule works in it; else, and with `rounding`, in fp32, and what is narrower is rounded to nearest afterwards. Codes
-    are the rule's own.
+    rule works in it; else, and with `rounding` or `beside`, in fp32, and what is narrower is rounded to nearest
+    afterwards. Codes are the rule's own.
 
     param: the master copy.
     spans: of each state, None: as long as the chunk.
     scale: scalar, fp32 or the gradients' dtype, on the gradients first (clipping, loss scaling), which are overwritten.
     rounding: of the master copy, not to nearest.
-    beside: as `grad`, to add to it in fp32; `grad` is narrower than the master copy.
+    beside: as `grad`, to add to it in fp32, before `scale`.
     """
     room = scratch or Scratch()
     lists = (param, grad, *moments)
     of_list = (_same, _same, *(spans or [_same] * len(moments)))
-    alike = len({each.dtype for each in lists}) == 1 and rounding is None
+    alike = len({each.dtype for each in lists}) == 1 and rounding is None and beside is None
     narrow = [] if alike else [n for n, each in enumerate(lists) if each.dtype not in (torch.float32, torch.uint8)]
+    early = scale if scale is not None and scale.dtype == grad.dtype and beside is None else None
     if rule.room is None:
         block = room.block if narrow or rule.buffers or rule.block > 1 else sys.maxsize
         pieces = _pieces(runs, block if rounding is None else min(block, ROUND_BLOCK))
@@ -141,8 +143,8 @@ def update(
         first, end = piece[0].start, piece[-1].stop
         begins = [span(first, end)[0] for span in of_list]
         here = [each[slice(*span(first, end))] for each, span in zip(lists, of_list)]
-        if scale is not None and scale.dtype == grad.dtype:  # else the product is rounded after the update alone
-            here[1].mul_(scale)
+        if early is not None:  # else the product is rounded after the update alone
+            here[1].mul_(early)
         wide = list(here)
         for number in narrow:
             if rule.room is None:
@@ -151,7 +153,7 @@ def update(
                 wide[number] = here[number].float()
         if beside is not None:
             wide[1].add_(beside[first:end])
-        if scale is not None and scale.dtype != grad.dtype:
+        if scale is not None and early is None:
             wide[1].mul_(scale)
         cut = [
             [_view(each[slice(*(at - begin for at in span(run.start, run.stop)))], run) for run in piece]

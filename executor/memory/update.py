@@ -163,7 +163,8 @@ class Updating:
         source = None if update.skip else self.gradients.fold(chunk, place)
         if source is not None and update.unused:
             state.current.discard(place)  # its slot may hold a gradient of zero
-            state.where(place, source).difference_update(update.unused)
+            for mine in state.gradients.values():
+                mine.difference_update(update.unused)
             if not state.where(place, source):
                 source = None
         if source is not None:

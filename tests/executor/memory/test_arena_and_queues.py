@@ -213,6 +213,34 @@ class TestAdam:
         )
         assert torch.allclose(one, two, rtol=1e-6)
 
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+    @pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "sgd-momentum"])
+    def test_a_gradient_beside_is_added_in_fp32_and_then_scaled(self, name: str, dtype: torch.dtype) -> None:
+        """Masters, moments and both gradients of one dtype: as of their sum in fp32, in pieces."""
+        torch.manual_seed(0)
+        n, rule = 1000, RULES[name]
+        first, last, *lists = (torch.rand(n).to(dtype) for _ in range(3 + len(rule.states)))
+        last /= 256  # in bf16 most sums would be rounded to `first`
+        hyper = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9 * len(rule.states)}
+        hyper |= {"dampening": 0.0, "nesterov": False}
+        waiting, summed = ([each.clone() for each in lists] for _ in range(2))
+        for mine, grad, beside in ((waiting, first.clone(), last), (summed, first.float() + last, None)):
+            update(
+                rule, [UpdateRange(0, n, 1)], param=mine[0], grad=grad, beside=beside, moments=mine[1:],
+                settings=hyper, scale=torch.tensor(0.5), scratch=Scratch(256),
+            )  # fmt: skip
+        assert [torch.equal(a, b) for a, b in zip(waiting, summed)] == [True] * len(lists)
+
+    def test_a_small_gradient_beside_a_large_one_counts(self) -> None:
+        """In bf16 1 + 0.0039 is 1, and the momentum would be 0.1001."""
+        param, grad, beside, momentum, variance = torch.tensor(
+            [[0.0], [1.0], [0.003875732421875], [0.0], [0.0]], dtype=torch.bfloat16
+        )
+        hyper = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+        moments = (momentum, variance)
+        update(ADAMW, [UpdateRange(0, 1, 0)], param=param, grad=grad, beside=beside, moments=moments, settings=hyper)
+        assert (momentum.item(), variance.item()) == pytest.approx((0.1005859375, 0.00100708), rel=1e-4)
+
     def test_clipping_as_torch_does(self) -> None:
         assert float(clip_coefficient(torch.tensor(4.0), 1.0)) == pytest.approx(0.25, rel=1e-5)
         assert float(clip_coefficient(torch.tensor(0.5), 1.0)) == 1.0

@@ -11,6 +11,7 @@ import torch
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Kind, Place
 from pstar_sim.policy import find_policy
+from pstar_sim.workload.workload import with_optimizer
 
 RELATIVE = 1e-6
 STEPS = 4
@@ -61,6 +62,29 @@ def test_the_first_of_two_gradients_waits_for_the_update(
             for _ in range(2):
                 kit.loss_of(run.model, next(run.batches))  # a forward alone: the rest of the iteration is off the plan
     assert run.session.deviations
+
+
+@pytest.mark.parametrize("clip", [0.5, None])
+@pytest.mark.usefixtures("streaming")
+def test_without_masters_a_waiting_gradient_is_added_in_fp32(
+    kit: Any, start: Callable[..., Any], clip: float | None
+) -> None:
+    """All lists are in bf16, but not a sum: values are those of sums on the host, to the bit."""
+    model, draw = kit.build("mlp")
+    example = {k: v.bfloat16() for k, v in draw(torch.Generator().manual_seed(9)).items()}
+    w = kit.workload_of(model.to(torch.bfloat16), example, micro_batches=2, name="mlp")
+    w = with_optimizer(w, masters="none")
+    values, waiting = [], []
+    for policy in ("optimal", "tide"):
+        plan = kit.tight_plan(policy, w, Settings(clip=clip is not None))
+        run = start("mlp", policy, micro_batches=2, clip=clip, dtype=torch.bfloat16, plan=plan)
+        for _ in range(STEPS):
+            kit.train_alone(run.model, run.optimizer, run.batches, 2)
+        values.append(run.model.state_dict())
+        waiting.append({s.chunk for s in plan.steps if (s.kind, s.list, s.place) == (Kind.ALLOC, "grad", Place.GPU)})
+        waiting[-1] -= {c for c, mode in enumerate(plan.modes) if mode != "stream"}
+    assert waiting[0] and not waiting[1]
+    assert all(torch.equal(value, values[1][name]) for name, value in values[0].items())
 
 
 @pytest.mark.parametrize(("update", "micro_batches", "clip"), [("eager", 1, None), ("step", 3, 0.5)])

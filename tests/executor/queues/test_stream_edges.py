@@ -3,6 +3,7 @@ coefficient, sums that another thread waits for; and what the host reckons besid
 
 from __future__ import annotations
 
+import math
 import threading
 import types
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import pstar_sim as ps
 from executor.devices.updates import GPU_BLOCK, scratch_bytes
 from executor.devices.virtual_streams import VirtualStreams
 from executor.distributed.ranks import Ranks
@@ -25,6 +27,7 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.core.step import Place, Queue
 from pstar_sim.errors import ModelError, PlanError
 from pstar_sim.policy.registry import find_policy
+from pstar_sim.workload.workload import with_optimizer
 
 WAIT_S = 100.0
 
@@ -256,6 +259,20 @@ def test_scratch_of_updates_on_the_gpu(kit: Any) -> None:
     assert longest < GPU_BLOCK
     assert scratch_bytes(narrow) == 4 * longest
     assert scratch_bytes(replace(narrow, steps=())) == 0
+
+
+def test_scratch_of_a_matrix_without_masters() -> None:
+    """Sums in fp32 beside parameters and momenta in bf16 widen both for Muon; in one dtype nothing is widened."""
+    one, two = (
+        find_policy("all_on_gpu")(
+            with_optimizer(ps.preset("1B", batch=1, seq=64, micro_batches=count), "muon", "none"),
+            ps.machine("h100-80"),
+            Settings(clip=False),
+        )
+        for count in (1, 2)
+    )
+    matrices = [s.shape for c in one.layout.chunks if one.layout.states_of(c.index).name == "muon" for s in c.slots]
+    assert scratch_bytes(two) - scratch_bytes(one) >= 2 * 4 * max(map(math.prod, matrices))
 
 
 class TestWeights:
