@@ -13,10 +13,10 @@ If a plan takes too much, the policy plans for a host with less memory (`with_ro
 (`Capabilities.counts_host`).
 
 [Note: less of the host, more on disks] With disks, the smallest plan is that for the least memory for which the policy
-plans at all, which its refusals name. If it has no room, none has, and its need is the answer. If it has, plans made
-without a search (ANY_PLAN) look for the most memory with room, until 1 / 2 ** CLOSE of the host is left or HALVES plans
-are made. The policy searches for that memory alone, with the chunk size that pinning rounds up least, because disks
-move what rounding keeps off the host.
+plans at all, which refusals of the host name. If it has no room, none has, and its need is the answer. If it has, plans
+made without a search (ANY_PLAN) look for the most memory with room, until 1 / 2 ** CLOSE of the host is left or HALVES
+plans are made. The policy searches for that memory alone, with the chunk size that pinning rounds up least, because
+disks move what rounding keeps off the host.
 
 [Note: payloads that pass through the host] A plan that uses disks needs slabs for the payloads that never leave the
 host and, for those that pass through it, the pool of core/slabs.py, to which the executor adds rooms where the disks
@@ -280,13 +280,13 @@ def _most_on_host(
             need = need_of_plan(plan_on(_with_host_budget(machine, budget_bytes)), loading)
         except DoesNotFit as refusal:
             latest, refused, wanted_bytes = refusal, budget_bytes, _wanted_bytes(refusal, budget_bytes)
-            named = refused < wanted_bytes < high
-            budget_bytes = wanted_bytes if named else (refused + high) // 2
+            of_host, between = refusal.place == "host", refused < wanted_bytes < high
+            named, budget_bytes = of_host and between, wanted_bytes if between else (refused + high) // 2
             if not named and short is None:
                 need = need_of_plan(plan_on(machine), loading)
                 if (short := host_shortage(need, machine)) is None:
                     return whole, need
-            if wanted_bytes >= high:
+            if of_host and wanted_bytes >= high:
                 break
             if startup_bytes is not None and named:
                 most = _at_most(refusal, startup_bytes)
@@ -357,7 +357,7 @@ def _at_most(refusal: DoesNotFit, startup_bytes: int) -> Need:
 
 
 def _wanted_bytes(refusal: DoesNotFit, budget_bytes: int) -> int:
-    """Of the host, after a refusal with this budget: what has no room on the disks has to stay there."""
+    """Of the host, after a refusal with this budget: named, or guessed from what has no room on the disks."""
     return {"host": refusal.needed_bytes, "nvme": budget_bytes + refusal.short_bytes}.get(refusal.place, 0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from pstar_sim.planner.memory_needs import bytes_of_all, least_gpu_bytes, memory
 from pstar_sim.planner.trust import untuned
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.report.capacity_tables import fits_text
+from pstar_sim.testing import MIB, chain_workload, round_machine
 from pstar_sim.units import GB, MB, format_bytes
 from pstar_sim.workload.loading import WHOLE, loading_of
 from pstar_sim.workload.lora import packed_bytes
@@ -326,6 +328,20 @@ def test_disks_that_are_too_small_are_named_with_what_would_do() -> None:
     assert row.short_of == "nvme" and row.reason is not None and "tide does not fit: nvme needs" in row.reason
     assert "with --set nvme.memory=10GB" in row.changes
     assert shortage("tide", w, beside_disks("2.5GB", 10 * GB), ps.Settings()) is None
+
+
+def test_whether_small_disks_do_is_what_planning_says() -> None:
+    """Refusals of disks count bytes of disks, of which no need of the host follows. The host that they suggest may have
+    a plan whose slabs have no room, where that for a smaller host has: payloads almost fill slabs."""
+    w, settings = chain_workload(8, 2**20 - 1), ps.Settings(update="eager", clip=False, effort=ANY_PLAN)
+    answers = set[bool]()
+    for disk_mib, host_mib in itertools.product((4, 16, 24, 32), range(104, 144, 8)):
+        m = round_machine(gpu_memory_bytes=16 * MIB, host_memory_bytes=host_mib * MIB, nvme_memory_bytes=disk_mib * MIB)
+        refusal = planned("tide", w, m, settings)
+        short = shortage("tide", w, m, settings)
+        assert (short is None) == (refusal is None), (disk_mib, host_mib, short or refusal)
+        answers.add(short is None)
+    assert answers == {True, False}
 
 
 # Limits.
