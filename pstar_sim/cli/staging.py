@@ -106,10 +106,8 @@ def spread_like(
     refuse_beside(f"--like {label} ({c.parallelism})", **flags)
     machine = machine_of(on)
     job, setting = likes.fill(job, setting, machine)
-    notes, own = (
-        [*c.notes, *decided(c, machine, job, setting)],
-        stands_for(c, c.data_on(machine) * c.parallelism.context),
-    )
+    notes = [*c.notes, *decided(c, machine, job, setting)]
+    own = stands_for(c, c.data_on(machine) * c.parallelism.context)
     for words in (f"predicted as {own}, {c.parallelism}", *notes):
         note(f"{label}: {words}")
     follows = Follows(replace(c, policy=own), label)

@@ -281,7 +281,8 @@ def _most_on_host(
         except DoesNotFit as refusal:
             latest, refused, wanted_bytes = refusal, budget_bytes, _wanted_bytes(refusal, budget_bytes)
             of_host, between = refusal.place == "host", refused < wanted_bytes < high
-            named, budget_bytes = of_host and between, wanted_bytes if between else (refused + high) // 2
+            named = of_host and between
+            budget_bytes = wanted_bytes if between else (refused + high) // 2
             if not named and short is None:
                 need = need_of_plan(plan_on(machine), loading)
                 if (short := host_shortage(need, machine)) is None:

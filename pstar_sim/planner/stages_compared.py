@@ -43,9 +43,10 @@ from pstar_sim.planner.stages_cut import Cut
 from pstar_sim.planner.stages_degrees import ALL_BLOCKS, NOTHING, Way, with_shards
 from pstar_sim.planner.stages_machines import machine_of_stage
 from pstar_sim.planner.utilization import tflops_and_mfu
-from pstar_sim.policy.family.asynchronous import Asynchronous
 from pstar_sim.policy.family.pins import least_by_pins
 from pstar_sim.policy.kit.capabilities import capabilities_of
+from pstar_sim.policy.kit.iteration_order import in_order
+from pstar_sim.policy.kit.job import Job as PolicyJob
 from pstar_sim.policy.registry import Policy, can, find_policy
 from pstar_sim.units import format_bytes, format_count, format_s
 from pstar_sim.workload.parallelism import CUTS, Parallelism
@@ -207,7 +208,9 @@ def compare_stages(
                     least_s = asked.least_by_pins_s(waiting.ways[way], policy)
                 if least_s > fastest_s:
                     waiting.beaten.append((replace(waiting.ways[way], way=own, bound_s=least_s), policy))
-                seconds = min(seconds, least_s if least_s > fastest_s else plan(own, policy))
+                else:
+                    least_s = plan(own, policy)
+                seconds = min(seconds, least_s)
             waiting.planned(way, seconds)
         elif (beaten := waiting.beaten_below(fastest_s)) is not None:
             plan(*beaten)
@@ -346,16 +349,17 @@ class _Asked:
             return 0.0
         spread, on = way.parallelism, machine_of_stage(self.machine, way.parallelism, 0)
         low, high = _few_of(way)
-        plans, bounds = list[Asynchronous](), list[NDArray[np.float64]]()
+        layout: Layout | None = None
+        bounds: list[NDArray[np.float64]] = []
         for count in dict.fromkeys((low, high)):
             cells = cells_of(spread.schedule, spread.pipeline, count, spread.virtual)
-            layout = plans[0].job.layout if plans else None
             try:
-                own = in_schedule(closed.parts, cells, 0)
-                plans.append(Asynchronous(policy, own, on, self.settings, point=point, layout=layout))
-                bounds.append(least_by_pins(plans[-1].job))
+                own = in_order(policy, in_schedule(closed.parts, cells, 0), point.order)
+                job = PolicyJob(policy, own, on, self.settings, point, layout)
+                bounds.append(least_by_pins(job))
             except (CannotPlan, PlanError):  # as its plan will say
                 return 0.0
+            layout = job.layout
         few, more = (each[: min(map(len, bounds))] for each in (bounds[0], bounds[-1]))
         return float((more + (way.micro_batches - high) * (more - few) / max(1, high - low)).min())
 

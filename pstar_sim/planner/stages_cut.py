@@ -84,10 +84,8 @@ class Cut:
     def written(self, entry: ModelEntry, stage: Stage) -> Part:
         job = self.job
         assert job.batch is not None and job.seq is not None
-        batch, axes = (
-            job.batch // self.parallelism.data_on(self.machine.world_size),
-            job.but(dtype=job.dtype_on(self.machine)).given,
-        )
+        batch = job.batch // self.parallelism.data_on(self.machine.world_size)
+        axes = job.but(dtype=job.dtype_on(self.machine)).given
         return stage_of(entry, stage, batch=batch, sequence=job.seq, **axes)
 
     def after(self, member: int, refusal: DoesNotFit) -> Cut | None:
@@ -108,13 +106,6 @@ class Cut:
         if self.shares:
             return next((each for each in (less, replace(self, most=(), even=True)) if _splits(each)), None)
         return less if most[member] and sum(most) >= layers[-1].stop else None
-
-
-def stages_of(
-    job: Job, machine: Machine, parallelism: Parallelism, *, shape: ModelEntry | None = None
-) -> list[Workload]:
-    """`Cut.workloads`."""
-    return Cut(job=job, machine=machine, parallelism=parallelism, shape=shape).workloads
 
 
 def _fractions(shares: Sequence[Share]) -> list[Fraction]:

@@ -15,7 +15,7 @@ from pstar_sim.frameworks.follows import Follows, stands_for
 from pstar_sim.frameworks.prediction import predict
 from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.stages import plan_stages
-from pstar_sim.planner.stages_cut import stages_of
+from pstar_sim.planner.stages_cut import Cut
 from pstar_sim.python310 import toml_loads
 from pstar_sim.testing import chain_workload, round_machine
 from pstar_sim.workload.parallelism import Parallelism
@@ -248,7 +248,7 @@ def test_rates_of_dropout_are_not_said_of_a_trace() -> None:
 def test_megatrons_last_stage_has_states_of_a_shared_table() -> None:
     """tiny-gpt2's table, in 12 bytes per parameter beyond the policy's copy and sum, sliced by the ranks that do."""
     job, machine = Job(model="tiny-gpt2", batch=4, seq=64, micro_batches=4), load_machine("a100-40x8", gpus=4)
-    stages = stages_of(job, machine, Parallelism(pipeline=2))
+    stages = Cut(job=job, machine=machine, parallelism=Parallelism(pipeline=2)).workloads
     params = stages[0].tensors[0].numel
     for flags, ranks, states in (("", 2, 12), ("--use-distributed-optimizer", 2, 6)):
         found = megatron.read(f"--pipeline-model-parallel-size 2 {flags}", "x.sh")

@@ -35,7 +35,7 @@ from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.limits import Limit, deeper, max_model
 from pstar_sim.planner.stages import PlannedStages, examine_set, plan_stages
 from pstar_sim.planner.stages_compared import compare_stages
-from pstar_sim.planner.stages_cut import Cut, stages_of
+from pstar_sim.planner.stages_cut import Cut
 from pstar_sim.planner.stages_degrees import Way, ways_of, ways_to_spread
 from pstar_sim.planner.stages_machines import machine_of_stage
 from pstar_sim.planner.stages_shortages import stages_shortage
@@ -83,6 +83,10 @@ def chain_part(number: int, parts: int) -> Part:
         moments=tuple(replace(m, duration_s=seconds.get(m.name, 0.0)) for m in t.moments),
     )  # fmt: skip
     return one, t.crossings
+
+
+def stages_of(job: Job, machine: Machine, parallelism: Parallelism, **shape: Any) -> list[Workload]:
+    return Cut(job=job, machine=machine, parallelism=parallelism, **shape).workloads
 
 
 def chain_machine(number: int, stages: int, seconds: float) -> Machine:

@@ -11,7 +11,6 @@ import numpy as np
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.collector import without_garbage_collection
-from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.family.attempt import Attempt, attempt, burden_of
@@ -56,17 +55,10 @@ class _Rival:
 
 class Asynchronous:
     def __init__(
-        self,
-        name: str,
-        workload: Workload,
-        machine: Machine,
-        settings: Settings,
-        *,
-        point: Point | None = None,
-        layout: Layout | None = None,
+        self, name: str, workload: Workload, machine: Machine, settings: Settings, *, point: Point | None = None
     ) -> None:
         self.point = point = point or Point()
-        self.job = Job(name, in_order(name, workload, point.order), machine, settings, point, layout)
+        self.job = Job(name, in_order(name, workload, point.order), machine, settings, point)
 
     @without_garbage_collection()
     def plan(self) -> Plan:

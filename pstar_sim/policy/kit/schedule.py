@@ -38,6 +38,9 @@ class Modes:
     wholly_on_disks: frozenset[int] = frozenset()
     sums_on_disks: frozenset[int] = frozenset()
 
+    def sum_list(self, chunk: int) -> str:
+        return "grad" if chunk in self.waiting else "grad32"
+
     def lists_on_disks(self, job: Job, chunk: int) -> tuple[str, ...]:
         """The working list first."""
         if chunk not in self.on_disks:
@@ -129,9 +132,6 @@ class Schedule:
 
     def all_in_grad32(self, chunk: int) -> bool:
         return chunk not in self.modes.waiting and self.job.all_in_grad32(chunk, self.modes.summed)
-
-    def sum_list(self, chunk: int) -> str:
-        return "grad" if chunk in self.modes.waiting else "grad32"
 
     def folds(self, chunk: int) -> bool:
         """A moving chunk's update adds its last gradient, in time of its own (on several ranks only on the host)."""

@@ -40,7 +40,7 @@ def held(job: Job, modes: Modes, sums: Mapping[int, Sequence[Stretch]], at: Sequ
             arriving = sum(job.layout.payload_bytes(c, name) for name in job.gradient_names(summed=True))
             change[at[job.block_of[first]]] += arriving
             change[at[job.block_of[last]] + 1] -= arriving
-        size = job.layout.payload_bytes(c, "grad" if c in modes.waiting else "grad32")
+        size = job.layout.payload_bytes(c, modes.sum_list(c))
         for stretch in stretches:
             change[stretch.first] += size
             change[stretch.last + 1] -= size

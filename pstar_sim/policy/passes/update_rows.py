@@ -131,7 +131,7 @@ class UpdateRows:
         job = schedule.job
         moment = job.uses.last_gradient(c)
         if job.several:
-            name = schedule.sum_list(c)
+            name = schedule.modes.sum_list(c)
             rows.release_of[c, name] = rows.drop(c, name, moment)
             self.disks.write(c, "grad32", here)
         key, ready = rows.down_key(c), ((here, 0),)
