@@ -1,16 +1,18 @@
 """Random jobs of random parallelism: planned, proved, simulated, replayed by other means, and damaged.
 
-A job is a small GPT or Llama on 2 to 8 GPUs of random memory, with random degrees, schedule, micro-batches, policy and
-settings. Its set of plans is proved. The replay shares no code with simulator and checker: it takes each step's seconds
-and computes when steps begin, as the longest path to them (every step behind the step before it on its queue and behind
-those for which it waits, and a meeting where the last of its steps could begin). The hosts have DRAM without limit, no
-link is shared, and collectives cost no compute, so that nothing but the order decides; then replay and simulation agree
-to rounding. No set is faster than its bound (bounds/stages.py).
+A job is a small GPT on 2 to 8 GPUs of random memory, with random degrees, schedule, micro-batches, policy and settings.
+In one of five, unlike GPUs split its layers. Its set of plans is proved. The replay shares no code with simulator and
+checker: it takes each step's seconds and computes when steps begin, as the longest path to them (every step behind the
+step before it on its queue and behind those for which it waits, a meeting where the last of its steps could begin, and
+behind each moment with sums over unlike GPUs a step that takes no time, where they meet). The hosts have DRAM without
+limit, no link is shared, and collectives cost no compute, so that nothing but the order decides; then replay and
+simulation agree to rounding. No set is faster than its bound (bounds/stages.py).
 
-A mutant is a set with one mistake. It is accepted if the proof holds. An accepted mutant is played under random
-timings, and none may go over a budget, wait for ever, or use more of a GPU than its proof says.
+A mutant is a set with one mistake, of stages or of unlike GPUs. It is accepted if the proof holds. An accepted mutant
+is played under random timings, and none may go over a budget, wait for ever, use more of a GPU than its proof says, or
+end a sum over unlike GPUs on one of them before the others.
 
-    python benchmarks/stages.py [--jobs 500] [--mutants 600] [--seed 40]    # writes benchmarks/results/stages.json
+    python benchmarks/stages.py [--jobs 500] [--mutants 800] [--seed 40]    # writes benchmarks/results/stages.json
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ import argparse
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from _results import write_result
 from msgspec import structs
@@ -32,6 +35,7 @@ from pstar_sim.core.checker.meetings import prove_set
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.plan_set import Meeting, PlanSet
 from pstar_sim.core.step import Kind, Queue, Step
+from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import CannotPlan, DoesNotFit, PlanError, PstarError
 from pstar_sim.planner.jobs import Job
@@ -45,31 +49,22 @@ AGREE = 1e-9
 ITERATIONS = 8
 POLICIES = ("all_on_gpu", "tide", "tide", "static_partition", "zero3_resident", "zero3_offload", "zero_offload")
 MEMORY = ("1.25GB", "1.5GB", "2GB", "3GB", "40GB")
+UNLIKE = ("a100-40", "v100-32", "rtx4090")
+GROUPS = ((1, 1), (1, 2), (2, 1), (2, 2), (1, 3), (3, 1), (1, 1, 1), (2, 1, 1))
+"""GPUs of each kind that split layers."""
 
 
 def drawn(rng: random.Random) -> tuple[Job, Machine, Parallelism, str, Settings]:
-    gpus = rng.choice((2, 4, 8))
-    tensor, stages = rng.choice(
-        [(t, p) for t in (1, 2, 4) for p in (1, 2, 3, 4) if t * p <= gpus and gpus % (t * p) == 0]
-    )
-    sequence = tensor > 1 and rng.random() < 0.5
     policy = rng.choice(POLICIES)
     shard = rng.choice((None, *can(policy).shards))
-    schedule = rng.choice(SCHEDULES) if stages > 1 else SCHEDULES[0]
-    virtual = rng.choice((2, 3)) if schedule == INTERLEAVED else 1
-    spread = Parallelism(
-        tensor=tensor, sequence=sequence, pipeline=stages, schedule=schedule, virtual=virtual, shard=shard
-    )
-    machine = load_machine(
-        rng.choice(("a100-40x8", "v100-32x8", "rtx4090x8")), gpus=gpus, gpu_memory=rng.choice(MEMORY)
-    )
+    machine, spread = (_unlike if rng.random() < 0.2 else _alike)(rng, shard)
     host = replace(machine.host, dram_bytes_per_s=1e18)
     ranks = tuple(replace(rank, root=None, link=replace(rank.link, duplex=True)) for rank in machine.ranks)
     job = Job(
         model=rng.choice(("gpt2", "gpt2-medium")),
-        batch=gpus // tensor // stages * rng.choice((1, 2)),
+        batch=spread.data_on(machine.world_size) * rng.choice((1, 2)),
         seq=rng.choice((32, 128)),
-        micro_batches=stages * rng.randint(1, 2) if virtual > 1 else rng.randint(1, 5),
+        micro_batches=spread.pipeline * rng.randint(1, 2) if spread.virtual > 1 else rng.randint(1, 5),
         checkpointing=rng.random() < 0.6,
         kernels=rng.choice(("eager", "fused", "megatron")),
         lora=rng.choice((None, None, None, 4)),
@@ -85,28 +80,67 @@ def drawn(rng: random.Random) -> tuple[Job, Machine, Parallelism, str, Settings]
     )
 
 
+def _unlike(rng: random.Random, shard: str | None) -> tuple[Machine, Parallelism]:
+    counts = rng.choice(GROUPS)
+    groups = rng.choice((1, 2))
+    name = "+".join(f"{gpu}x{count * groups}" for gpu, count in zip(rng.sample(UNLIKE, len(counts)), counts))
+    spread = Parallelism(tensor=sum(counts), context=rng.choice((1, groups)), shard=shard)
+    return load_machine(name, gpu_memory=rng.choice(MEMORY)), spread
+
+
+def _alike(rng: random.Random, shard: str | None) -> tuple[Machine, Parallelism]:
+    gpus = rng.choice((2, 4, 8))
+    tensor, stages = rng.choice(
+        [(t, p) for t in (1, 2, 4) for p in (1, 2, 3, 4) if t * p <= gpus and gpus % (t * p) == 0]
+    )
+    sequence = tensor > 1 and rng.random() < 0.5
+    schedule = rng.choice(SCHEDULES) if stages > 1 else SCHEDULES[0]
+    virtual = rng.choice((2, 3)) if schedule == INTERLEAVED else 1
+    spread = Parallelism(
+        tensor=tensor, sequence=sequence, pipeline=stages, schedule=schedule, virtual=virtual, shard=shard
+    )
+    machine = rng.choice(("a100-40x8", "v100-32x8", "rtx4090x8"))
+    return load_machine(machine, gpus=gpus, gpu_memory=rng.choice(MEMORY)), spread
+
+
+def summed(plan: Plan) -> set[int]:
+    """Moments that end with a sum over the GPUs that split layers."""
+    return {n for n, m in enumerate(plan.workload.moments) if any(group == "tensor" for _, group, _ in m.collectives)}
+
+
 def replayed(plans: PlanSet) -> float:
     """Returns the seconds of an iteration, by the longest path to each step."""
     seconds: dict[tuple[int, int], float] = {}
     behind: dict[tuple[int, int], list[tuple[tuple[int, int], int]]] = {}  # step -> (step, iterations back)
+    group: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {}
+    final: list[tuple[int, int]] = []
     for stage, plan in enumerate(plans.plans):
         costs = CostModel(plan.workload, plan.machine, plan.layout, rank=0).step_costs(plan).seconds
+        with_sums = summed(plan) if plans.shares else set()
+        # a step that ends with a sum -> the sum, behind it
+        ends = {s.id: -1 - s.moment for s in plan.steps if s.kind is Kind.COMPUTE and s.moment in with_sums}
         last: dict[Queue, int] = {}
         firsts: dict[Queue, int] = {}
         for step, takes_s in zip(plan.steps, costs):
             me = (stage, step.id)
             seconds[me] = takes_s
-            behind[me] = [((stage, ref.id), ref.back) for ref in step.after]
+            behind[me] = [((stage, ends.get(ref.id, ref.id)), ref.back) for ref in step.after]
             if step.queue in last:
                 behind[me].append(((stage, last[step.queue]), 0))
             firsts.setdefault(step.queue, step.id)
             last[step.queue] = step.id
+            if step.id in ends:
+                end = (stage, ends[step.id])
+                seconds[end], behind[end] = 0.0, [(me, 0)]
+                group[end] = tuple((other, ends[step.id]) for other in range(len(plans.plans)))
+                last[step.queue] = ends[step.id]
         for queue, first in firsts.items():
             behind[stage, first].append(((stage, last[queue]), 1))
-    group: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {me: (me,) for me in seconds}
+        final.append((stage, last[Queue.COMPUTE]))
     for meeting in plans.meetings:
         for member in meeting.steps:
             group[member] = meeting.steps
+    group = {me: group.get(me, (me,)) for me in seconds}
     order = sorted_groups(group, behind)
     ended: list[dict[tuple[int, int], float]] = []
     for k in range(ITERATIONS):
@@ -122,10 +156,6 @@ def replayed(plans: PlanSet) -> float:
             over = begin + max(seconds[me] for me in members)
             now.update(dict.fromkeys(members, over))
         ended.append(now)
-    final = [
-        (stage, next(s.id for s in reversed(p.steps) if s.queue is Queue.COMPUTE))
-        for stage, p in enumerate(plans.plans)
-    ]
     return max(ended[-1][me] - ended[-2][me] for me in final)
 
 
@@ -229,9 +259,62 @@ def other_bytes(plans: PlanSet, rng: random.Random) -> PlanSet:
     return _with_step(plans, stage, structs.replace(step, bytes=step.bytes + rng.choice((-1, 1))))
 
 
-MUTATIONS: tuple[Callable[[PlanSet, random.Random], PlanSet], ...] = (
+def _with_job(plans: PlanSet, kind: int, **changes: Any) -> PlanSet:
+    plan = plans.plans[kind]
+    return _with_plan(plans, kind, replace(plan, workload=replace(plan.workload, **changes)))
+
+
+def end_before_others(plans: PlanSet, rng: random.Random) -> PlanSet:
+    kind = rng.randrange(len(plans.plans))
+    moments = list(plans.plans[kind].workload.moments)
+    n = rng.choice(sorted(summed(plans.plans[kind])))
+    moments[n] = replace(moments[n], collectives=())
+    return _with_job(plans, kind, moments=tuple(moments))
+
+
+def other_sum(plans: PlanSet, rng: random.Random) -> PlanSet:
+    kind = rng.randrange(len(plans.plans))
+    moments = list(plans.plans[kind].workload.moments)
+    n = rng.choice(sorted(summed(plans.plans[kind])))
+    by = rng.choice((-1, 1))
+    sums = tuple((what, group, size + by * (group == "tensor")) for what, group, size in moments[n].collectives)
+    moments[n] = replace(moments[n], collectives=sums)
+    return _with_job(plans, kind, moments=tuple(moments))
+
+
+def other_share(plans: PlanSet, rng: random.Random) -> PlanSet:
+    a, b = rng.sample(range(len(plans.shares)), 2)
+    shares = list(plans.shares)
+    shares[a] = shares[a]._replace(parts=shares[a].parts - 1)
+    shares[b] = shares[b]._replace(parts=shares[b].parts + 1)
+    return replace(plans, shares=tuple(shares))
+
+
+def plan_of_another_kind(plans: PlanSet, rng: random.Random) -> PlanSet:
+    a, b = rng.sample(range(len(plans.plans)), 2)
+    if plans.shares[a].parts == plans.shares[b].parts:
+        raise ValueError("equal parts")
+    return _with_plan(plans, a, plans.plans[b])
+
+
+def compute_in_another_order(plans: PlanSet, rng: random.Random) -> PlanSet:
+    kind = rng.randrange(len(plans.plans))
+    plan = plans.plans[kind]
+    computing = [n for n, s in enumerate(plan.steps) if s.queue is Queue.COMPUTE]
+    steps, at = list(plan.steps), rng.randrange(len(computing) - 1)
+    a, b = computing[at : at + 2]
+    steps[a], steps[b] = steps[b], steps[a]
+    return _with_plan(plans, kind, replace(plan, steps=tuple(steps)))
+
+
+Mutation = Callable[[PlanSet, random.Random], PlanSet]
+OF_STAGES: tuple[Mutation, ...] = (
     drop_meeting, swap_partners, norm_without_a_stage, drop_trip, early_receive, early_send, nothing_waits,
     cross_on_queue, other_border, other_bytes,
+)  # fmt: skip
+OF_KINDS: tuple[Mutation, ...] = (
+    drop_meeting, norm_without_a_stage, end_before_others, other_sum, other_share, plan_of_another_kind,
+    compute_in_another_order,
 )  # fmt: skip
 
 
@@ -251,13 +334,23 @@ def broken(plans: PlanSet, rng: random.Random) -> str:
         for stage, (report, timeline) in enumerate(zip(reports, timelines)):
             if timeline.peak_bytes["gpu"] > report.peak_bytes["gpu"]:
                 return f"stage {stage} takes {timeline.peak_bytes['gpu']} bytes"
+        if plans.shares and len({tuple(sum_ends(*each)) for each in zip(plans.plans, timelines)}) > 1:
+            return "a sum ends on one kind before it does on others"
     return ""
+
+
+def sum_ends(plan: Plan, timeline: Timeline) -> Iterator[tuple[int, int, float]]:
+    """(iteration, moment, second)"""
+    moments = summed(plan)
+    for span in timeline.spans:
+        if span.kind is Kind.COMPUTE and span.moment in moments:
+            yield span.iteration, span.moment, span.end_s
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=500)
-    parser.add_argument("--mutants", type=int, default=600)
+    parser.add_argument("--mutants", type=int, default=800)
     parser.add_argument("--seed", type=int, default=40)
     asked = parser.parse_args()
     rng = random.Random(asked.seed)
@@ -283,17 +376,22 @@ def main() -> None:
             print(f"apart by {apart:.2e}: {policy} {spread} {job} {machine.gpu.memory_bytes} {settings}")
         below += found.lower_bound_s > found.iteration_s * (1 + AGREE)
         planned.append(found)
-        kinds[f"{policy}, {spread.pipeline} stages{f' of {spread.virtual} parts' if spread.virtual > 1 else ''}"] += 1
+        parts = f" of {spread.virtual} parts" if spread.virtual > 1 else ""
+        kinds[f"{policy}, {found.plans.count}{parts}"] += 1
     print(f"{len(planned)} sets proved; refused {dict(refused)}; {dict(kinds)}")
     print(
         f"replay and simulation apart by at most {worst:.2e}; {disagree} by more than {AGREE}; {below} below the bound"
     )
-    piped = [p.plans for p in planned if len(p.plans.plans) > 1]
+    sets = {
+        OF_STAGES: [p.plans for p in planned if p.plans.parallelism.pipeline > 1],
+        OF_KINDS: [p.plans for p in planned if p.plans.shares],
+    }
+    kinds_of_mistakes = [(mutation, every) for every in sets for mutation in every]
     made, accepted, bad = Counter[str](), Counter[str](), []
     while sum(made.values()) < asked.mutants:
-        mutation = MUTATIONS[sum(made.values()) % len(MUTATIONS)]
+        mutation, every = kinds_of_mistakes[sum(made.values()) % len(kinds_of_mistakes)]
         try:
-            mutant = mutation(rng.choice(piped), rng)
+            mutant = mutation(rng.choice(sets[every]), rng)
         except (ValueError, IndexError, StopIteration):  # this set has no such place
             continue
         made[mutation.__name__] += 1
@@ -307,8 +405,8 @@ def main() -> None:
     print(f"{sum(made.values())} mutants, accepted {dict(accepted)}, of these broken {len(bad)}: {bad[:5]}")
     print(f"{time.process_time() - begin:.0f} s of CPU")
     figures = {
-        "sets": len(planned), "refused": dict(refused), "kinds": dict(kinds), "apart": worst, "disagree": disagree,
-        "below": below,
+        "sets": len(planned), "of_unlike": len(sets[OF_KINDS]), "refused": dict(refused), "kinds": dict(kinds),
+        "apart": worst, "disagree": disagree, "below": below,
         "mutants": dict(made), "accepted": dict(accepted), "broken": bad,
     }  # fmt: skip
     if asked.jobs >= 500:
