@@ -61,9 +61,9 @@ from pstar_sim.workload.workload import Workload
 
 # benchmarks/search_constants.md says what each of these constants buys.
 MOST_POINTS = 600  # points of an iteration in the program; fewer points give a lower bound sooner
-MANY_CHUNKS = 300  # with more, there are fewer points, so that the program is solved in time
+MANY_CHUNKS = 300  # with more, there are fewer points, so that a program is solved in seconds
 FAR = 20.0  # longest stall, as a multiple of the joint bound: every variable needs a small upper bound
-TIME_LIMIT_S = 60.0  # time limit of the solver; the joint bound replaces a program that takes longer
+MOST_STEPS = 200  # of the solver; programs take 40 to 60, and the joint bound replaces one that takes more
 
 
 def fluid_bound(
@@ -93,7 +93,7 @@ def fluid_bound(
                 short, machine, layout, cost, dram_bytes_per_s=dram, most_points=most_points, times=times
             )
             fluid = _FluidProgram(facts, settings, far_s=FAR * joint.seconds)
-            found = fluid.lp.solve(method="ipx", time_limit_s=TIME_LIMIT_S)
+            found = fluid.lp.solve(method="ipx", most_steps=MOST_STEPS)
         except Unsolved as error:
             note = f"the fluid linear program did not solve ({error}); the bound is the {joint.method}"
             return replace(joint, notes=(*joint.notes, note))

@@ -179,10 +179,11 @@ class LinearProgram:
         """unit: of the solver's rows, so that factors are near 1."""
         self._rows.append(rows if unit == 1.0 else Rows(rows.difference * (1 / unit), rows.equal))
 
-    def solve(self, *, method: str = "simplex", time_limit_s: float | None = None) -> Solution:
+    def solve(self, *, method: str = "simplex", most_steps: int | None = None) -> Solution:
         """method: "simplex" or "ipx" (interior point, then a vertex).
+        most_steps: interior points (vertices: 100 times as many).
 
-        Raises Unsolved if HiGHS finds no optimum within the time limit.
+        Raises Unsolved if HiGHS finds no optimum in these.
         """
         rows, equal = self._stacked()
         limit = -rows.constant
@@ -198,8 +199,9 @@ class LinearProgram:
         highs = highspy.Highs()
         highs.setOptionValue("output_flag", False)
         highs.setOptionValue("solver", method)
-        if time_limit_s is not None:
-            highs.setOptionValue("time_limit", float(time_limit_s))
+        if most_steps is not None:
+            highs.setOptionValue("ipm_iteration_limit", most_steps)
+            highs.setOptionValue("simplex_iteration_limit", 100 * most_steps)
         highs.passModel(lp)
         highs.run()
         status = highs.getModelStatus()
