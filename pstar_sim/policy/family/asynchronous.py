@@ -4,6 +4,7 @@ proposal (attempt.py). Its window fixes the order on each queue and the memory e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -66,9 +67,10 @@ class Asynchronous:
         check_gpu(g)
         if g.settings.any_will_do and not isinstance(self.point.pins, int):
             most = most_pins_of(g)  # which leaves least on the host
-            if self._refusal(most) is None:
-                attempts = [self._attempt(most)]
-                return self._emit(attempts[0], attempts, most, attempts[0].iteration_s)
+            if (refusal := self._refusal(most)) is not None:
+                raise refusal
+            attempts = [self._attempt(most)]
+            return self._emit(attempts[0], attempts, most, attempts[0].iteration_s)
         best, most, bound_s = self._scan()
         if g.follow_tide and not g.several and not g.settings.any_will_do and (rival := self._static()) is not None:
             # [Note: one micro-batch] Every gap between forward and backward contains the peak, so the room of low tide
@@ -151,16 +153,17 @@ class Asynchronous:
 
     def _scan(self) -> tuple[int, int, float]:
         most = most_pins_of(self.job)
-        bounds = np.maximum(iteration_bounds(pin_facts(self.job), most), self._disks_s(most))
-        asked = self.point.pins
-        best = min(asked, most) if isinstance(asked, int) else int(bounds.argmin())
-        return best, most, float(bounds[best])
-
-    def _disks_s(self, most: int) -> list[float]:
-        job = self.job
-        if job.machine.nvme is None:
-            return [0.0] * (most + 1)
-        return [disks_s(job, self._modes(pins)) for pins in range(most + 1)]
+        bounds, asked = iteration_bounds(pin_facts(self.job), most), self.point.pins
+        if isinstance(asked, int):
+            best = min(asked, most)
+            return best, most, max(float(bounds[best]), disks_s(self.job, self._modes(best)))
+        least_s, best = math.inf, 0
+        for pins in np.argsort(bounds, kind="stable").tolist():
+            if bounds[pins] > least_s:
+                break
+            seconds = max(float(bounds[pins]), disks_s(self.job, self._modes(pins)))
+            least_s, best = min((least_s, best), (seconds, pins))
+        return best, most, least_s
 
     def _modes(self, pins: int) -> Modes:
         return with_disks(self.job, Modes(frozenset(self.job.candidates[:pins])))
