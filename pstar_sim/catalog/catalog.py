@@ -264,7 +264,7 @@ def _groups(e: Entry[MachineEntry]) -> list[tuple[str, int, float]]:
     if missing:
         must = want(fields_of(MachineEntry)[missing[0]].kind)
         raise CatalogError(
-            f"{e.file}: [{e.name}] {missing[0]} is missing; it must be {must} (or give [[machines.{e.name}.ranks]] "
+            f"{e.file}: [{e.place}] {missing[0]} is missing; it must be {must} (or give [[machines.{e.name}.ranks]] "
             "tables with gpu, gpus, link and batch, for GPUs that differ)"
         )
     assert given.gpus is not None
@@ -289,7 +289,7 @@ def _launch_s(e: Entry[Any], efficiency: Efficiency) -> float | None:
     if not any(getattr(card.calibrated, f"{dtype}_tflops", None) for dtype in DTYPES):
         return efficiency.launch_s
     if card.products is not None:
-        raise e.refuse("launch_us", f"given, because [{e.name}.products] has figures of kernels, not of iterations")
+        raise e.refuse("launch_us", f"given, because [{e.place}.products] has figures of kernels, not of iterations")
     return None
 
 
@@ -388,7 +388,7 @@ def _in_gb(file: str, table: str, entries: Mapping[str, Any]) -> dict[str, Any]:
             if not key.endswith("_gib") or in_gb not in keys or not isinstance(value, (int, float)):
                 fields[key] = value
             elif in_gb in raw:
-                raise CatalogError(f"{file}: [{name}] {key} = {value!r} beside {in_gb}; give one of them")
+                raise CatalogError(f"{file}: [{table}.{name}] {key} = {value!r} beside {in_gb}; give one of them")
             else:
                 fields[in_gb] = value * GIB / GB
         return fields
@@ -402,7 +402,7 @@ def _read(raws: Mapping[str, Mapping[str, tuple[str, object]]], table: str, wron
         name: wrong.of(
             partial(_shipped_entry, table, name)
             if row is shipped.get(name)
-            else partial(Entry.read, row[0], name, row[1], TABLES[table])
+            else partial(Entry.read, row[0], name, row[1], TABLES[table], f"{table}.{name}")
         )
         for name, row in raws[table].items()
     }

@@ -105,17 +105,22 @@ _E = TypeVar("_E", bound=Table, covariant=True)
 
 @dataclass(frozen=True)
 class Entry(Generic[_E]):
-    """One entry whose fields have been checked."""
+    """One entry whose fields have been checked.
+
+    place: the header of its table in the file.
+    """
 
     file: str
     name: str
+    place: str
     raw: object
     values: _E
 
     @classmethod
-    def read(cls, file: str, name: str, raw: object, table: type[_E]) -> Entry[_E]:
+    def read(cls, file: str, name: str, raw: object, table: type[_E], place: str = "") -> Entry[_E]:
         """Raises CatalogError for a missing, unknown or absurd field."""
-        return cls(file, name, raw, read_table(table, file, name, raw))
+        place = place or name
+        return cls(file, name, place, raw, read_table(table, file, place, raw))
 
     def refuse(self, field: str, want: str) -> CatalogError:
         """For a value in range that contradicts another field.
@@ -123,7 +128,7 @@ class Entry(Generic[_E]):
         field: or "calibrated.usable_gb" in a table below.
         """
         *tables, last = field.split(".")
-        place = ".".join((self.name, *tables))
+        place = ".".join((self.place, *tables))
         return CatalogError(f"{self.file}: [{place}] {last} = {self.written(field)!r}; must be {want}")
 
     def known(self, what: str, field: str, names: tuple[str, ...]) -> str:

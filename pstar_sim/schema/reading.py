@@ -54,7 +54,7 @@ class Fault(Exception):
         return f"field {where!r} is {brief(self.value)}; it {self.want}"
 
     def in_toml(self, file: str, name: str) -> str:
-        """Such as "my.toml: [mine.calibrated] usable_gb = 0; must be ..."."""
+        """Such as "my.toml: [gpus.mine.calibrated] usable_gb = 0; must be ..."."""
         if not self.path:
             return f"{file}: {name} = {self.value!r}; must be a table: [{name}] and its fields below it"
         *above, field = self.path

@@ -234,7 +234,7 @@ def test_a_file_may_name_a_machine_of_the_catalog(tmp_path: Path) -> None:
         ("machine = 3\n", "machine = 3; must be the name"),
         ("[gpu.x]\n", "'gpu' is not a known table"),
         ("gpus = 3\n", "'gpus' is not a known table"),
-        ("[gpus]\nx = 3\n", "x = 3; must be a table"),
+        ("[gpus]\nx = 3\n", r"gpus\.x = 3; must be a table: \[gpus\.x\] and"),
     ],
 )
 def test_a_bad_file(tmp_path: Path, text: str, message: str) -> None:
@@ -275,7 +275,7 @@ OPTIONAL = {
 @pytest.mark.parametrize(("kind", "field"), [(kind, field) for kind, field in FIELDS if field not in OPTIONAL])
 def test_a_missing_field(tmp_path: Path, kind: str, field: str) -> None:
     text = "\n".join(line for line in GOOD[kind].splitlines() if not line.startswith(f"{field} ="))
-    with pytest.raises(CatalogError, match=rf"my\.toml: \[mine\] {field} is missing; it must be "):
+    with pytest.raises(CatalogError, match=rf"my\.toml: \[{kind}\.mine\] {field} is missing; it must be "):
         load_machine(write(tmp_path, complete(**{kind: text})))
 
 
@@ -314,14 +314,14 @@ def test_an_absurd_field(tmp_path: Path, kind: str) -> None:
     assert rows
     for field, value in rows:
         lines = [f"{field} = {value}" if x.startswith(f"{field} =") else x for x in GOOD[kind].splitlines()]
-        with pytest.raises(CatalogError, match=r"my\.toml: \[mine\] \w+ = .*; must be ") as error:
+        with pytest.raises(CatalogError, match=rf"my\.toml: \[{kind}\.mine\] \w+ = .*; must be ") as error:
             load_machine(write(tmp_path, complete(**{kind: "\n".join(lines)})))
         assert ("usable_gb" if (field, value) == ("context_gb", "9") else field) in str(error.value), (field, value)
 
 
 @pytest.mark.parametrize("kind", list(GOOD))
 def test_an_unknown_field(tmp_path: Path, kind: str) -> None:
-    with pytest.raises(CatalogError, match=r"my\.toml: \[mine\] colour = 'red' is not a known field; it takes "):
+    with pytest.raises(CatalogError, match=rf"my\.toml: \[{kind}\.mine\] colour = 'red' is not a known field; it takes "):
         load_machine(write(tmp_path, complete(**{kind: GOOD[kind] + 'colour = "red"\n'})))
 
 
@@ -340,7 +340,7 @@ def test_a_size_may_be_given_in_gib(tmp_path: Path) -> None:
 
 
 def test_a_size_given_in_both_units_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CatalogError, match=r"\[mine\] memory_gib = 32 beside memory_gb; give one of them"):
+    with pytest.raises(CatalogError, match=r"\[hosts\.mine\] memory_gib = 32 beside memory_gb; give one of them"):
         load_machine(write(tmp_path, complete(hosts=GOOD["hosts"] + "memory_gib = 32\n")))
 
 
@@ -358,8 +358,8 @@ def test_a_card_without_a_size_of_its_own_is_wholly_usable_less_the_one_reserve(
         ("checked = 1999-01-01", "must be a date"),
         ("device_names = [1]", "must be a list of texts"),
         ("calibrated = 3", "must be a table"),
-        ("[gpus.mine.calibrated]\nspeed = 3", r"\[mine.calibrated\] speed = 3 is not a known field"),
-        ("[gpus.mine.calibrated]\nfp16_tflops = 0", r"\[mine.calibrated\] fp16_tflops = 0; must be"),
+        ("[gpus.mine.calibrated]\nspeed = 3", r"\[gpus\.mine\.calibrated\] speed = 3 is not a known field"),
+        ("[gpus.mine.calibrated]\nfp16_tflops = 0", r"\[gpus\.mine\.calibrated\] fp16_tflops = 0; must be"),
     ],
 )
 def test_bad_source_date_and_calibration(tmp_path: Path, line: str, message: str) -> None:

@@ -132,5 +132,5 @@ def test_a_machine_file_without_a_link_is_one_clear_error(tmp_path: object, caps
     file.write_text('[machines.mine]\ngpu = "v100-32"\ngpus = 1\nhost = "xeon-ddr4-2666"\n')
     assert main(["fits", "--model", "1B", "--batch", "1", "--seq", "64", "--machine", str(file)]) == 2
     said = capsys.readouterr().err
-    assert "[mine] link is missing" in said
+    assert "[machines.mine] link is missing" in said
     assert said.count("\n") == 1

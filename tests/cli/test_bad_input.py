@@ -37,7 +37,7 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (MACHINE.replace('gpu = "v100-32"\n', ""), "[mine] gpu is missing"),
+        (MACHINE.replace('gpu = "v100-32"\n', ""), "[machines.mine] gpu is missing"),
         (MACHINE + 'colour = "red"\n', "colour = 'red' is not a known field; it takes gpu, gpus"),
         (MACHINE.replace("gpus = 1", "gpus = -1"), "gpus = -1; must be a whole number from 1 to 1024"),
         (MACHINE.replace("v100-32", "v100-33"), "gpu = 'v100-33'; must be the name of a GPU, such as v100-32"),
@@ -45,7 +45,7 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (MACHINE[:20], "not a TOML file"),
         (
             "[machines.mine]\nranks = []\nhost = 'xeon-ddr4-2666'\n",
-            "[mine] ranks = []; must be a list of tables, one at least",
+            "[machines.mine] ranks = []; must be a list of tables, one at least",
         ),
         (MACHINE + "nodes = " + "9" * 5000, "a number has too many digits"),
         (MACHINE + "nodes = " + "[" * 3000 + "]" * 3000, "its lists or tables are nested too deeply"),
@@ -318,7 +318,7 @@ def test_a_machine_file_is_refused_once_with_all_that_is_wrong(
     assert main(job) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 6 and all(line.startswith(f"pstar: {file}: ") for line in lines)
-    assert "[h] cores = 0" in lines[4] and "[mine] gpus = 0" in lines[5]
+    assert "[hosts.h] cores = 0" in lines[4] and "[machines.mine] gpus = 0" in lines[5]
     file.write_text("[machines.mine]\ngpu = 'rtx9090'\ngpus = 1\nlink = 'x'\nhost = 'nohost'\n")
     assert main(job) == 2
     lines = capsys.readouterr().err.splitlines()
