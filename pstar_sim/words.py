@@ -1,5 +1,4 @@
-"""What other tools' words mean here, for names that are none: policies, machines, models, optimizers, flags and
-choices."""
+"""What other tools' words mean here."""
 
 from __future__ import annotations
 

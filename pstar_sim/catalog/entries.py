@@ -107,7 +107,7 @@ _E = TypeVar("_E", bound=Table, covariant=True)
 class Entry(Generic[_E]):
     """One entry whose fields have been checked.
 
-    place: the header of its table in the file.
+    place: the header of its table.
     """
 
     file: str

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any
 
 from pstar_sim.arguments import instance
 from pstar_sim.bounds.shares import AnyShares, any_job, tightest
@@ -61,14 +60,12 @@ def chooses(policy: str | Policy) -> bool:
 
 
 def _wants_fastest(policy: Policy) -> bool:
-    inner: Any = policy.policy if isinstance(policy, Specified) else policy
     values = policy.values if isinstance(policy, Specified) else {}
-    return capabilities_of(inner).fastest_shares and "shares" not in values
+    return capabilities_of(policy).fastest_shares and "shares" not in values
 
 
 def _balance_of(policy: Policy) -> Callable[..., tuple[int, ...]] | None:
-    inner: Any = policy.policy if isinstance(policy, Specified) else policy
-    found = capabilities_of(inner).balance
+    found = capabilities_of(policy).balance
     return partial(found, **policy.values) if found is not None and isinstance(policy, Specified) else found
 
 

@@ -41,6 +41,7 @@ from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.policy.family.pins import most_pins_of
 from pstar_sim.policy.family.searched import jobs_of_sizes
 from pstar_sim.policy.kit.capabilities import Capabilities
+from pstar_sim.policy.kit.iteration_order import in_order
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.schedule import Modes
 from pstar_sim.policy.kit.sharing import plan_once
@@ -546,6 +547,7 @@ def _own_need(
     """At the usual chunk size, or (not `fewest`) of the first size with room. Raises DoesNotFit for the usual size."""
     assert able.point is not None
     refusal: DoesNotFit | None = None
+    workload = in_order(name, workload, able.point.order)
     jobs: Iterable[Job] = (Job(name, workload, machine, settings, able.point),)
     if able.tries_others and not fewest:
         jobs = jobs_of_sizes(name, workload, machine, settings, able.point)

@@ -22,7 +22,7 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.dtypes import BASES, DTYPES
 from pstar_sim.errors import CannotPlan, CatalogError, DoesNotFit, PstarError
 from pstar_sim.planner.memory_needs import shortage, with_large_disks
-from pstar_sim.policy.kit.options import Specified, split_spec
+from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.policy.registry import Policy, can, policy_name
 from pstar_sim.units import GB, MB, format_bytes
 from pstar_sim.workload.adapted import adapted
@@ -390,7 +390,7 @@ def _on_disks(
         return None
     least: tuple[str, DoesNotFit] | None = None
     name, given = split_spec(policy_name(policy))
-    for options in can(policy.policy if isinstance(policy, Specified) else policy).from_disks:
+    for options in can(policy).from_disks:
         keys = {option.partition("=")[0] for option in options.split(",")}
         kept = [option for option in given.split(",") if option and option.partition("=")[0] not in keys]
         spec = f"{name}:{','.join([*kept, options])}"

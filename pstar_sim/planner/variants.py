@@ -37,6 +37,7 @@ from pstar_sim.planner.memory_needs import shortage
 from pstar_sim.planner.nearest import Elsewhere, asker, nearest
 from pstar_sim.planner.tried import Cap, Tried, WayOutcome
 from pstar_sim.planner.ways import Way, relayed_ways, words
+from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.ties import AS_FAST, burden, least_of
 from pstar_sim.policy.registry import Policy, built_in, can, can_follow, find_policy, named, policy_at, reorders
@@ -161,7 +162,7 @@ class _Race:
         self.ways, self.machine, self.settings, self.policy = ways, machine, settings, policy
         self.function: Policy = find_policy(policy)
         self.reorders = reorders(self.function)
-        self.searching = can(policy).tries_others and len(ways) > SEARCHED
+        self.searching = can(split_spec(policy)[0]).tries_others and len(ways) > SEARCHED
         # All candidates have one model's tensors, so one chunk size suits all.
         first = build_layout(
             ways[0].source, chunk_bytes=settings.chunk_bytes, ranks=machine.data_parallel_size, sums=settings.sums

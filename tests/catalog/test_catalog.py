@@ -321,7 +321,9 @@ def test_an_absurd_field(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", list(GOOD))
 def test_an_unknown_field(tmp_path: Path, kind: str) -> None:
-    with pytest.raises(CatalogError, match=rf"my\.toml: \[{kind}\.mine\] colour = 'red' is not a known field; it takes "):
+    with pytest.raises(
+        CatalogError, match=rf"my\.toml: \[{kind}\.mine\] colour = 'red' is not a known field; it takes "
+    ):
         load_machine(write(tmp_path, complete(**{kind: GOOD[kind] + 'colour = "red"\n'})))
 
 

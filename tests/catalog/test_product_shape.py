@@ -179,7 +179,11 @@ kernel_us = 1
 @pytest.mark.parametrize(
     ("before", "after", "words"),
     [
-        ("launch_us = 400\n", CALIBRATED, r"mine\] launch_us = None; must be given, because \[gpus\.mine\.products\] has"),
+        (
+            "launch_us = 400\n",
+            CALIBRATED,
+            r"mine\] launch_us = None; must be given, because \[gpus\.mine\.products\] has",
+        ),
         ("tile = [128, 256]", "tile = [128]", r"mine.products\] tile = \[128\]; must be a list of 2 whole numbers"),
         ("[gpus.mine.products]\nsms = 108", "[gpus.mine.products]", r"mine.products\] sms is missing"),
     ],

@@ -274,11 +274,19 @@ def test_planner_and_ladder_know_no_policy_by_name() -> None:
 def test_what_a_policy_can_do_is_its_modules_word() -> None:
     assert named(lambda able: able.tries_others) == ("optimal",)
     assert policy_at(Point(capacity="peak")) == "static_partition"
-    assert can("tide").point == Point() and can("tide:pins=0") == Capabilities()
+    assert can("tide").point == Point()
     assert can(lambda workload, machine, settings: None) == Capabilities()  # type: ignore[arg-type, return-value]
     for name in built_in():
         for options in can(name).from_disks:
             assert find_policy(f"{name}:{options}")
+
+
+def test_with_options_a_policy_can_do_what_it_can_from_there() -> None:
+    assert can("tide:adam=fifo").point == Point(adam="fifo") and can("tide:pins=0").point is None
+    assert can("optimal:shares=machine") == can("optimal")
+    ordered = can("optimal:order=relay")
+    assert ordered.searches and not ordered.tries_others and ordered.point is None
+    assert can("zero_infinity:states=nvme").from_disks == can("zero_infinity").from_disks
 
 
 def test_a_policy_is_layer_major_by_itself_or_by_its_option() -> None:

@@ -1,4 +1,4 @@
-"""What a policy can do besides making a plan, for code that chooses among policies without knowing them.
+"""What a policy can do besides making a plan.
 
 Its module, a user's too, declares it as `CAPABILITIES` (default: nothing) and options as `OPTIONS`.
 """
@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
-from pstar_sim.policy.kit.points import Point
+from pstar_sim.policy.kit.options import Specified
+from pstar_sim.policy.kit.points import Coordinates, Point
 from pstar_sim.workload.workload import Workload
 
 
@@ -55,5 +56,17 @@ class Capabilities:
 
 
 def capabilities_of(policy: Callable[..., Plan]) -> Capabilities:
+    if isinstance(policy, Specified):
+        return _elsewhere(capabilities_of(policy.policy), policy.values)
     found: Any = getattr(sys.modules.get(getattr(policy, "__module__", "")), "CAPABILITIES", None)
     return found if isinstance(found, Capabilities) else Capabilities()
+
+
+def _elsewhere(able: Capabilities, values: Mapping[str, object]) -> Capabilities:
+    """With options: a coordinate leaves other policies out; needs that only a plan knows have no point."""
+    moved: dict[str, Any] = {key: value for key, value in values.items() if key in Coordinates.__annotations__}
+    if able.point is None or not moved:
+        return able
+    if able.tries_others or "pins" in moved:
+        return replace(able, point=None, tries_others=False)
+    return replace(able, point=replace(able.point, **moved))
