@@ -208,7 +208,10 @@ def plan(
     ] = "auto",
     loading: LoadingFlag = None,
     path: Annotated[str, output("the plan file to write")],
-    lp: Annotated[bool, certify("give the plan the tighter bound of a linear program, which takes seconds")] = False,
+    lp: Annotated[
+        bool,
+        certify("give the plan the tighter bound of a linear program, and what its barrier costs, which takes seconds"),
+    ] = False,
     parallel: Parallel = None,
     json: Annotated[bool, typer.Option("--json", help="the plan's line of the comparison as a JSON object")] = False,
 ) -> int:
@@ -219,7 +222,7 @@ def plan(
     asked = _PlanningQuestion(
         job=job, on=on, setting=setting, global_batch=global_batch, loading=loading, certify=lp, quiet=json
     )
-    result = _compared(asked, None if policy == "auto" else [policy], only_best=True)
+    result = _compared(asked, None if policy == "auto" else [policy], only_best=True, barrier_cost=lp)
     say_notes(result)
     if not any(row.fits for row in result.rows):
         from pstar_sim.report.tables import refusal_text

@@ -4,10 +4,10 @@ A variant whose batch divides a rank's share is repeated as micro-batches.
 
 [Note: what is planned] Candidates (ways.py) come in the order of their promises, lower bounds on their plans: at first
 the time of computing and stashes with the link to themselves, then the bound at the usual chunk size, first of
-stand-ins with fewer micro-batches, then of the candidate. A candidate is bounded and made only on its turn while its
+stand-ins with fewer micro-batches, then of the candidate. A candidate is bounded and made on its turn while its
 promise is below the best so far. `optimal` searches long, so at first it plans at most SEARCHED candidates, at most
-ALIKE of them with the same number of micro-batches, all with room for tide. Then the other policies, which are quick,
-are asked about the rest where their bound is below the best so far, and `optimal` plans those on which one is faster
+ALIKE of them with the same number of micro-batches, all with room for tide. Then the other policies are asked about the
+rest where non-model data have room and a bound is below the best, and `optimal` plans those on which one is faster
 (policy/kit/ties.py).
 
 If `session.step` runs the iterations (`Settings.loop`), `optimal` also races layer-major candidates, with caps of their
@@ -40,7 +40,7 @@ from pstar_sim.planner.ways import Way, relayed_ways, words
 from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.ties import AS_FAST, burden, least_of
-from pstar_sim.policy.registry import Policy, built_in, can, can_follow, find_policy, named, policy_at, reorders
+from pstar_sim.policy.registry import Policy, built_in, can, find_policy, keeps_order, named, policy_at, reorders
 from pstar_sim.workload.loading import Loading, loading_of
 from pstar_sim.workload.orders import Order
 from pstar_sim.workload.workload import Workload
@@ -178,6 +178,7 @@ class _Race:
         self.fast: list[tuple[Plan, Timeline]] = []
         self.best_s = float("inf")
         self.shortest: tuple[Way, DoesNotFit] | None = None
+        self.crowded: set[Way] = set()  # whose non-model data alone have no room
         self.unable: list[CannotPlan] = []
         self.tried: dict[str, Tried] = {}
 
@@ -214,14 +215,15 @@ class _Race:
 
     def ask_others(self) -> None:
         others = [policy for name, policy in built_in().items() if name != self.policy]
+        reordering = [policy for policy in others if can(policy).reorders]  # whose order may have less non-model data
         for number, way in enumerate(sorted(self.ways, key=self.promise_s.__getitem__)):
             self._tell("asking other policies", number)
-            for policy in others:
+            for policy in reordering if way in self.crowded else others:
                 if way in self.planned or not self._could_win(self.least_s[way]):
                     break
-                if not self._may_win(way, stream=can(policy).streams_states):
+                if not keeps_order(way.micro_batches, way.order, policy):
                     continue
-                if not can_follow(self.settings, way.workload, policy):
+                if not self._may_win(way, stream=can(policy).streams_states):
                     continue
                 try:
                     _, timeline = self._planned(policy, way)
@@ -275,7 +277,10 @@ class _Race:
     def _short(self, way: Way, count: int) -> DoesNotFit | None:
         if not self.searching or (count == 1 and way.repeats > 1):
             return None
-        return shortage(QUICK, way.stand_in(count), self.machine, self.usual, loading=self.loading)
+        w = way.stand_in(count)
+        if w.peak_non_model_bytes > self.machine.gpu_budget_bytes:
+            self.crowded.add(way)
+        return shortage(QUICK, w, self.machine, self.usual, loading=self.loading)
 
     def _words(self, way: Way) -> str:
         return words(way, self.ways)

@@ -15,11 +15,12 @@ from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.optimal import optimal
 from pstar_sim.policy.shipped import AFTER_OPTIMAL, BEFORE_OPTIMAL, Policy
 from pstar_sim.words import letters
+from pstar_sim.workload.orders import Order
 from pstar_sim.workload.workload import Workload
 
 __all__ = [
-    "ENTRY_POINTS", "STAGED", "Policy", "built_in", "can", "can_follow", "find_policy", "is_built_in", "named",
-    "own_words", "policies", "policy_at", "policy_name", "reorders",
+    "ENTRY_POINTS", "STAGED", "Policy", "built_in", "can", "can_follow", "find_policy", "is_built_in", "keeps_order",
+    "named", "own_words", "policies", "policy_at", "policy_name", "reorders",
 ]  # fmt: skip
 
 ENTRY_POINTS = "pstar.policies"
@@ -95,7 +96,12 @@ def reorders(policy: str | Policy) -> bool:
 
 def can_follow(settings: Settings, workload: Workload, policy: str | Policy) -> bool:
     """Whether the settings' loop can follow its plans ([Note: which order] in optimal.py). Raises as `find_policy`."""
-    return settings.loop == "step" or workload.micro_batches == 1 or not workload.order.of_loop or not reorders(policy)
+    return settings.loop == "step" or keeps_order(workload.micro_batches, workload.order, policy)
+
+
+def keeps_order(micro_batches: int, order: Order, policy: str | Policy) -> bool:
+    """Whether its plans run in the job's order."""
+    return micro_batches == 1 or not order.of_loop or not reorders(policy)
 
 
 def named(wanted: Callable[[Capabilities], bool]) -> tuple[str, ...]:

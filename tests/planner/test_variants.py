@@ -6,18 +6,23 @@ import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import pstar_sim as ps
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.cli import main
-from pstar_sim.core.plan import Settings, load_plan
+from pstar_sim.core.plan import Plan, Settings, load_plan
+from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import DoesNotFit, TraceError
+from pstar_sim.planner import variants
+from pstar_sim.planner.compare import plan_and_play
 from pstar_sim.planner.tried import Cap, Tried, WayOutcome, tried_of, tried_text
 from pstar_sim.planner.variants import choose
 from pstar_sim.planner.ways import candidates, words
 from pstar_sim.policy.kit.ties import AS_FAST
+from pstar_sim.policy.registry import Policy, can
 from pstar_sim.testing import chain_workload
 from pstar_sim.units import MIB
 from pstar_sim.workload.mixing import block_names, mix_blocks
@@ -78,6 +83,22 @@ def test_the_fastest_that_fits_is_chosen() -> None:
         choose(made, with_gpu_bytes(MIB), EAGER)
     with pytest.raises(TraceError, match="give workloads with the same number"):
         choose([variant(1), variant(2)], machine, EAGER)
+
+
+def test_ways_whose_activations_alone_have_no_room_are_planned_by_no_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But by those that run micro-batches in another order, in which there may be fewer."""
+    machine = with_gpu_bytes(6 * MIB)
+    made = candidates([variant(b, checkpointing=c) for b in (1, 2, 4) for c in (True, False)], 4)
+    asked: list[tuple[Policy, Workload]] = []
+
+    def recorded(policy: Policy, workload: Workload, *job: Any, **beside: Any) -> tuple[Plan, Timeline]:
+        asked.append((policy, workload))
+        return plan_and_play(policy, workload, *job, **beside)
+
+    monkeypatch.setattr(variants, "plan_and_play", recorded)
+    tried = dict(choose(made, machine, EAGER).tried)
+    assert sum(row.outcome is WayOutcome.NO_ROOM for row in tried.values()) >= 3
+    assert asked and all(w.peak_non_model_bytes <= 6 * MIB for policy, w in asked if not can(policy).reorders)
 
 
 def deep_variant(batch: int, checkpointing: bool) -> Workload:

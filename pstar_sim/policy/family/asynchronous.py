@@ -84,7 +84,7 @@ class Asynchronous:
 
     def _search(self, best: int, most: int, bound_s: float) -> list[Attempt]:
         """With the closed form's number of pins, with none and with all; neighbours if `choose` finds an iteration
-        clearly slower than that predicts. Raises DoesNotFit if the host has no room."""
+        clearly slower than that predicts."""
         g = self.job
         attempts: dict[int, Attempt] = {}
         error: DoesNotFit | None = None
