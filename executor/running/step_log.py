@@ -55,21 +55,24 @@ class TensorBoard:
 
     def write(self, row: Row) -> None:
         for name, value in _numbers(row).items():
-            self._writer.add_scalar(name, value, global_step=row["step"])
+            self._writer.add_scalar(name, value, global_step=row["step"], walltime=row["unix_s"])
 
     def close(self) -> None:
         self._writer.close()
 
 
 class Wandb:
-    """A run of a Weights & Biases project. Raises PstarError where the package is missing."""
+    """A run of a Weights & Biases project. Raises PstarError without package or run."""
 
     def __init__(self, project: str) -> None:
         try:
-            import wandb
-        except ImportError:
+            from wandb import init
+        except ImportError:  # also of a folder that it has written here
             raise _missing("wandb", project) from None
-        self._run: Any = wandb.init(project=project)
+        try:
+            self._run: Any = init(project=project)
+        except Exception as error:  # without a login, a network or a place to write
+            raise PstarError(f"wandb:{project}: {error} (or WANDB_MODE=offline)") from error
 
     def write(self, row: Row) -> None:
         self._run.log(_numbers(row), step=row["step"])
@@ -98,7 +101,8 @@ def check_log(target: str) -> None:
     if colon and tool in _TOOLS:
         if not name:
             raise PstarError(f"{target!r} names no {'folder' if tool == 'tensorboard' else 'project'}")
-        if find_spec(tool) is None:
+        package = find_spec(tool)
+        if package is None or package.origin is None:  # a folder of logs is found, but has no origin
             raise _missing(tool, name)
     else:
         check_writable(Path(target))
@@ -110,7 +114,7 @@ def _missing(package: str, name: object) -> PstarError:
 
 def _numbers(row: Row) -> dict[str, float]:
     flat = {f"waits_s/{cause}": seconds for cause, seconds in row.get("waits_s", {}).items()}
-    rows = {**{name: value for name, value in row.items() if name not in ("step", "waits_s")}, **flat}
+    rows = {**{name: value for name, value in row.items() if name not in ("step", "unix_s", "waits_s")}, **flat}
     return {name: float(value) for name, value in rows.items() if isinstance(value, int | float)}
 
 

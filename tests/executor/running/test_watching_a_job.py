@@ -10,6 +10,7 @@ import threading
 import time
 import types
 from collections.abc import Mapping
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +222,8 @@ class Writer:
     def __init__(self, folder: str) -> None:
         self.folder, self.seen, self.closed = folder, dict[tuple[str, int], float](), False
 
-    def add_scalar(self, name: str, value: float, global_step: int) -> None:
+    def add_scalar(self, name: str, value: float, global_step: int, walltime: float) -> None:
+        assert walltime == ROW["unix_s"]
         self.seen[name, global_step] = value
 
     def log(self, row: Mapping[str, float], step: int) -> None:
@@ -233,7 +235,15 @@ class Writer:
     finish = close
 
 
-ROW = {"step": 3, "loss": 0.5, "grad_norm": None, "on_plan": True, "waits_s": {"h2d": 0.25}, "exchanges": 2}
+ROW = {
+    "step": 3,
+    "unix_s": 1.8e9,
+    "loss": 0.5,
+    "grad_norm": None,
+    "on_plan": True,
+    "waits_s": {"h2d": 0.25},
+    "exchanges": 2,
+}
 
 
 def test_rows_go_to_the_tools_packages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,10 +276,25 @@ def test_a_tool_that_is_not_installed_is_named_before_the_run(
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(PstarError, match=f"pip install {package}"):
         open_sink(target)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(["run", str(made / "plan.json"), "--model", NAME, "--log", target]) == 2
-    error = capsys.readouterr().err
-    assert f"argument --log: {target} needs {package}, which is not installed: pip install {package}" in error
+    folder = ModuleSpec(package, None, is_package=True)  # of logs, in the current one
+    for found in (None, folder):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name, found=found: found)
+        assert main(["run", str(made / "plan.json"), "--model", NAME, "--log", target]) == 2
+        error = capsys.readouterr().err
+        assert f"argument --log: {target} needs {package}, which is not installed: pip install {package}" in error
+
+
+def test_a_project_that_cannot_be_opened_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(project: str) -> None:
+        raise RuntimeError("No API key configured")
+
+    weights = types.ModuleType("wandb")
+    monkeypatch.setitem(sys.modules, "wandb", weights)
+    with pytest.raises(PstarError, match="pip install wandb"):
+        open_sink("wandb:mine")
+    weights.init = refuse  # type: ignore[attr-defined]
+    with pytest.raises(PstarError, match=r"^wandb:mine: No API key configured \(or WANDB_MODE=offline\)$"):
+        open_sink("wandb:mine")
 
 
 @pytest.mark.parametrize(
