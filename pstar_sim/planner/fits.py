@@ -49,7 +49,7 @@ class Fit:
     """The answer of one policy; bytes are those of one rank.
 
     gpu_needed_bytes: least GPU budget with which the policy fits on this host. Where the policy does not fit, its need
-        of the GPU when the short place has just enough.
+        of the GPU when the short place has just enough; or, of the short place alone, a least need.
     gpu_reserve_bytes: what a plan leaves of the card, for the context and the allocator's fragments.
     gpu_kept_bytes: what torch keeps beside both, where the card has room (`Framework.kept_bytes`).
     host_needed_bytes: payloads, pinned rounding and start-up, with as few pinned chunks as the host allows; where the
@@ -223,8 +223,8 @@ def fits(
         per node. The answer then says where another way would decide.
     times: whether to simulate the policies that fit. A search takes EFFORT of the effort that `compare` spends, so its
         seconds may be a little more.
-    near: whether to look for changes that would make the others fit, and for their needs in the place that is not
-        short; None: only for changes, where no policy fits.
+    near: whether to look for changes that would make the others fit, and for their needs in both places; None: where
+        no policy fits.
     on_part: as in `compare`.
 
     Raises UnknownName for a policy that does not exist.
@@ -252,29 +252,28 @@ def fits(
     rows = [row for row, *_ in answers]
     fitting = [row.policy for row in sorted(rows, key=lambda r: r.iteration_s or 0.0) if row.fits]
     changes: tuple[SmallestChange, ...] = ()
-    if near is not False:
+    if near or (near is None and not fitting):
         found: list[tuple[Remedy, str]] = []
         elsewhere = Elsewhere(share.workload, machine, job.loading)
         for i, (row, error, asked, _) in enumerate(answers):
             if error is None:
                 continue
             tell(f"what would do for {row.policy}", len(names), len(names))
-            ways: tuple[Remedy, ...] = ()
-            if near or not fitting:
-                ways = remedies(
-                    find_policy(row.policy),
-                    asked.workload,
-                    asked.machine,
-                    settings,
-                    error,
-                    ask=asked.of(row.policy),
-                    ask_of=asked.of,
-                    elsewhere=elsewhere,
-                )
+            ways = remedies(
+                find_policy(row.policy),
+                asked.workload,
+                asked.machine,
+                settings,
+                error,
+                ask=asked.of(row.policy),
+                ask_of=asked.of,
+                elsewhere=elsewhere,
+            )
             found += [(way, row.policy) for way in ways]
             row, error = _with_room(row, asked, error)
-            hint = f"; {in_words(ways, fitting)}" if ways or near or not fitting else ""
-            rows[i] = replace(row, reason=f"{error}{hint}", changes=tuple(way.words for way in ways))
+            rows[i] = replace(
+                row, reason=f"{error}; {in_words(ways, fitting)}", changes=tuple(way.words for way in ways)
+            )
         if not fitting:
             tell("the smallest change", len(names), len(names))
             changes = _changes(found, job, names, elsewhere)

@@ -176,6 +176,9 @@ def _others(
 
 
 def _from_disks(workload: Workload, machine: Machine, settings: Settings) -> Iterator[SearchResult]:
+    least_bytes = max(t.bytes for t in workload.tensors) // machine.data_parallel_size  # one on its way
+    if machine.gpu_budget_bytes < workload.peak_non_model_bytes or machine.host_budget_bytes < least_bytes:
+        return
     for name, policy in _rivals().items():
         for options in capabilities_of(policy).from_disks:
             try:

@@ -258,11 +258,10 @@ def _would_fit(row: Fit) -> str:
 
 def _fit_cells(row: Fit, *, best: bool, why: bool) -> tuple[str, ...]:
     seconds = "" if row.iteration_s is None else format_s(row.iteration_s)
+    at_least = not row.fits and None in (row.gpu_needed_bytes, row.host_needed_bytes)
     figures = [
-        format_size(row.gpu_needed_bytes),
-        format_size(row.gpu_headroom_bytes),
-        format_size(row.host_needed_bytes),
-        format_size(row.host_headroom_bytes),
+        *_needed_and_left(row.gpu_needed_bytes, row.gpu_headroom_bytes, at_least=at_least),
+        *_needed_and_left(row.host_needed_bytes, row.host_headroom_bytes, at_least=at_least),
         f"{seconds} {format_error(row.expected_error)}" if seconds and row.expected_error is not None else seconds,
     ]
     if why:
@@ -270,6 +269,12 @@ def _fit_cells(row: Fit, *, best: bool, why: bool) -> tuple[str, ...]:
         figures += [format_size(part) for part in parts]
     fits = "best" if best else "yes" if row.fits else f"no: {row.short_of}" if row.short_of else "no"
     return (row.policy, fits, *(figure or "-" for figure in figures))
+
+
+def _needed_and_left(needed: int | None, left: int | None, *, at_least: bool) -> tuple[str, str]:
+    if needed is None or not at_least:
+        return format_size(needed), format_size(left)
+    return f"≥ {format_size(needed)}", f"≤ {format_size(left)}"
 
 
 def limits_said(answer: Limits) -> tuple[str, tuple[str, ...]]:

@@ -29,6 +29,7 @@ from pstar_sim.planner.memory_needs import bytes_of_all, least_gpu_bytes, memory
 from pstar_sim.planner.trust import untuned
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.report.capacity_tables import fits_text
+from pstar_sim.report.tables import format_size
 from pstar_sim.testing import MIB, chain_workload, round_machine
 from pstar_sim.units import GB, MB, format_bytes
 from pstar_sim.workload.loading import WHOLE, loading_of
@@ -765,6 +766,9 @@ def test_what_costs_nothing_is_advised_before_memory_and_memory_before_a_card() 
     assert fits(w, little, policies=["all_on_gpu"], times=False).any
     quick = fits(preset("1B", batch=1, seq=128), "t4", policies=["all_on_gpu", "tide"], times=False, near=None)
     assert [row.changes for row in quick] == [(), ()] and "with" not in str(quick.rows[0].reason), "one of them fits"
+    least, both = quick.rows[0], fits(quick.workload, "t4", policies=["all_on_gpu"], times=False).rows[0]
+    assert least.host_needed_bytes is None and 0 < (least.gpu_needed_bytes or 0) <= (both.gpu_needed_bytes or 0)
+    assert f"≥ {format_size(least.gpu_needed_bytes)}" in fits_text(quick) and both.host_needed_bytes is not None
 
 
 def test_a_time_comes_with_what_validation_found_for_the_class_or_says_that_it_is_unvalidated() -> None:
