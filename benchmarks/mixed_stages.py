@@ -79,7 +79,7 @@ def row_of(case: Case) -> dict[str, object]:
         "speed": depths(speed.plans.plans),
         "gpus": [plan.machine.gpu.name for plan in speed.plans.plans],
         "shared_s": shared_s(case),
-        "split": split.plans.split,
+        "split": str(split.plans.split),
         "split_s": split.iteration_s,
         "split_gain": split.gain_of_split,
     }

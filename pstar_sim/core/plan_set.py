@@ -1,8 +1,8 @@
 """PlanSet: the plans of a pipeline's stages, or of kinds of GPUs that split layers, and where their steps meet.
 
-[Note: shares of layers] Kinds of GPUs that split layers may have unlike shares (`PlanSet.shares`), and a plan each. A
-moment with sums over them ends on all with the last, as if all its sums came at its end. All run their moments in one
-order, so these meetings make no circle.
+[Note: shares of layers] Kinds of GPUs that split layers may have unlike shares (`PlanSet.shares`), of the node's host
+and disks too, and a plan each. A moment with sums over them ends on all with the last, as if all its sums came at its
+end. All run their moments in one order, so these meetings make no circle.
 
 All ranks of a stage run one plan. A send and its receive begin when both stages have come to them, and end together (a
 rendezvous; nothing is buffered). Where Adam waits for all gradients of the model, the optimizer steps of all stages
@@ -32,10 +32,29 @@ class Meeting:
 
 
 class Share(NamedTuple):
-    """Of a kind of GPU: its ranks in a group that splits layers, and the parts of a layer of each."""
+    """Of a kind of GPU: its ranks in a group that splits layers, and the parts of each, of a layer and of the node (0:
+    as many)."""
 
     ranks: int
     parts: int
+    node: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Of layers."""
+
+    names: tuple[str, ...]
+    shares: tuple[Share, ...]
+
+    @property
+    def equal(self) -> bool:
+        return len({share.parts for share in self.shares}) == 1
+
+    def __str__(self) -> str:
+        """Such as "a100-40 5/8, v100-16 3/8"."""
+        whole = sum(share.ranks * share.parts for share in self.shares)
+        return ", ".join(f"{name} {share.parts}/{whole}" for name, share in zip(self.names, self.shares))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -74,10 +93,8 @@ class PlanSet:
         return tuple(share.ranks for share in self.shares) or (1,) * len(self.plans)
 
     @property
-    def split(self) -> str:
-        """Such as "a100-40 5/8, v100-16 3/8"."""
-        whole = sum(share.ranks * share.parts for share in self.shares)
-        return ", ".join(f"{name} {share.parts}/{whole}" for name, share in zip(self.names, self.shares))
+    def split(self) -> Split | None:
+        return Split(self.names, self.shares) if self.shares else None
 
 
 def sums_of(plan: Plan) -> dict[int, int]:

@@ -36,8 +36,8 @@ class SetFile:
     ]
     stages: Annotated[tuple[PlanFile, ...], says("the plan of each stage, or kind of GPU")]
     shares: Annotated[
-        tuple[tuple[Natural, Natural], ...],
-        says("[ranks in a group that splits layers, parts of a layer of each] of kinds of GPUs that have unequal ones"),
+        tuple[tuple[Natural, Natural, Natural], ...],
+        says("[ranks that split layers, parts of a layer, of the host (0: as many)] of kinds of GPUs"),
     ] = ()
 
 

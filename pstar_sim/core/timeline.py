@@ -34,20 +34,12 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One step of one iteration.
+    """One step of one iteration, of those that were played.
 
-    step: id of the step.
-    iteration: number of the iteration, among the iterations that were played.
-    queue: the queue on which the step ran.
-    kind: kind of the step.
-    chunk: the chunk that the step handles; None without one.
-    moment: the moment that the step computes or serves; None without one.
-    bytes: bytes that the step moves.
+    step: its id.
+    chunk, moment: None without one.
     ready_s: when the queue came to the step, which then waited until start_s.
-    start_s: when the step began.
-    end_s: when the step ended.
-    cause: the last cause of waiting: the queue of a step ("h2d", "d2h", "adam", "compute") or "barrier"; "" if the step
-        did not wait.
+    cause: the last of waiting: the queue of a step ("h2d", "d2h", "adam", "compute") or "barrier"; "" for none.
     """
 
     step: int
@@ -67,10 +59,8 @@ class Span:
 class ByteSample:
     """Bytes of one category in one place, until the next sample of the same place and category.
 
-    time_s: time from which the bytes are there.
-    place: place of the bytes.
+    time_s: from which the bytes are there.
     category: "non-model", "param", "grad", "states" or "buffer".
-    bytes: number of bytes.
     """
 
     time_s: float
@@ -140,15 +130,12 @@ class Timeline:
     source: "simulated" or "measured".
     iterations: number of iterations that `spans` cover; the last of them is the steady one.
     iteration_s: period of the steady iteration.
-    spans: times of each step.
     samples: bytes in the steady iteration, times relative to its start.
-    peak_bytes: place -> most bytes in the steady iteration.
-    moved_bytes: direction ("h2d", "d2h") -> bytes in the steady iteration.
-    stall_s: cause -> seconds for which the compute queue waited in the steady iteration.
-    busy_s: queue -> seconds of its work in the steady iteration.
-    label: for pictures, optional: the policy.
-    phases: for pictures, optional: the phase of each moment.
-    budget_bytes: for pictures, optional: place -> bytes that the plan may take of it.
+    peak_bytes: by place; like those below, of the steady iteration.
+    moved_bytes: by direction ("h2d", "d2h").
+    stall_s: cause -> seconds for which the compute queue waited.
+    busy_s: by queue.
+    label, phases, budget_bytes: for pictures: the policy, the phase of each moment, what the plan may take by place.
     """
 
     source: str
@@ -177,7 +164,7 @@ class Timeline:
         return twin
 
     def columns(self, name: str) -> dict[str, list[Any]]:
-        """Returns "spans" or "samples": field of `Span` or `ByteSample` -> its values. Makes no row."""
+        """Of "spans" or "samples": field -> its values. Makes no row."""
         kept: RowsByColumn[Any] = self.__dict__[f"_{name}"]
         return dict(kept.columns())
 
@@ -228,8 +215,7 @@ class Timeline:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Timeline:
-        """The reverse of `to_dict`. Raises TraceError naming the field that is missing, unknown or of the wrong
-        kind."""
+        """The reverse of `to_dict`. Raises TraceError naming the wrong field."""
         try:
             body = without_head(values, what="a timeline", format=FORMAT, version=VERSION, error=TraceError)
             timeline: Timeline = read_record(Annotated[Timeline, columns(**_COLUMNS)], body)
@@ -238,7 +224,7 @@ class Timeline:
         return timeline
 
     def save(self, path: str | Path) -> None:
-        """Writes the timeline as JSON, atomically; `load_timeline` is the reverse."""
+        """As JSON, atomically; `load_timeline` is the reverse."""
         lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in self.to_dict().items())
         write_atomically(Path(path), "{\n" + ",\n".join(lines) + "\n}\n")
 

@@ -4,13 +4,13 @@ Beside it: `stages_degrees`, ways; `stages_cut`, jobs of stages; `stages_machine
 `stages_compared`, all ways planned; `stages_shortages`, what they lack.
 
 [Note: planned again] A policy that orders copies by the cost model's seconds plans a stage as if its receives came at
-once. So once simulated, each stage is planned again with the seconds that its moments waited for others added to
-theirs, and the faster set kept. Of several ways only the fastest is.
+once, and a kind of GPU as if sums did. So once simulated, each is planned again with the seconds that its moments
+waited for others added to theirs, and the faster set kept. Of several ways only the fastest is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,7 +20,7 @@ from pstar_sim.catalog.model_shapes import ModelEntry
 from pstar_sim.core.check_report import CheckReport
 from pstar_sim.core.checker.meetings import prove_set
 from pstar_sim.core.plan import Plan, Settings
-from pstar_sim.core.plan_set import PlanSet, Share, meetings_of, slices_as
+from pstar_sim.core.plan_set import PlanSet, Share, meetings_of, slices_as, sums_of
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import cost_of
@@ -28,7 +28,6 @@ from pstar_sim.errors import CannotPlan, DoesNotFit, FalseFigures, ModelError, P
 from pstar_sim.planner.binding import bound_by
 from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.stages_cut import Cut
-from pstar_sim.planner.stages_machines import machine_of_stage
 from pstar_sim.planner.stated import SECONDS_AGREE
 from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.policy.registry import Policy, can, find_policy, sharded_as
@@ -38,8 +37,8 @@ from pstar_sim.workload.workload import Workload
 
 EVEN = "even_split_s"
 """Key of predictions: seconds with equal shares of layers."""
-_STEPS = 8
-"""From shares to their reverse."""
+_ALIKE = 1.1
+"""Times as large a part of the node."""
 _OTHER_STAGES = (Queue.SEND, Queue.RECEIVE, "stages")
 """Causes of a wait for another stage, as a timeline names them."""
 
@@ -134,9 +133,7 @@ def plan_stages(
     if parallelism.data_on(machine.world_size) * parallelism.context > 1:
         policy = sharded_as(policy, parallelism.shard)
     cut = cut or Cut(job=job, machine=machine, parallelism=parallelism, shape=shape)
-    if cut.shares:
-        return _fastest_split(cut, policy, settings, pins)
-    planned, _ = _planned(cut, policy, settings, pins)
+    planned = _fastest_split(cut, policy, settings, pins) if cut.shares else _planned(cut, policy, settings, pins)[0]
     return planned_again(planned, policy, settings) if again else planned
 
 
@@ -149,8 +146,8 @@ def _planned(cut: Cut, policy: str | Policy, settings: Settings, pins: Sequence[
         plans: list[Plan] = []
         try:
             plans += (
-                function(w, machine_of_stage(cut.machine, spread, n), settings)
-                for n, (w, function) in enumerate(zip(cut.workloads, functions))
+                function(workload, on, settings)
+                for workload, on, function in zip(cut.workloads, cut.machines, functions)
             )
             break
         except DoesNotFit as error:
@@ -167,7 +164,7 @@ def _planned(cut: Cut, policy: str | Policy, settings: Settings, pins: Sequence[
 
 
 def _fastest_split(cut: Cut, policy: str | Policy, settings: Settings, pins: Sequence[int]) -> PlannedStages:
-    """From shares by speed towards equal ones, while that is faster."""
+    """From shares by speed towards equal ones, while that is faster. Then the node is divided by what kinds use."""
 
     def planned(towards: Cut) -> tuple[PlannedStages, Cut] | None:
         try:
@@ -175,28 +172,30 @@ def _fastest_split(cut: Cut, policy: str | Policy, settings: Settings, pins: Seq
         except (CannotPlan, DoesNotFit, ModelError):
             return None
 
-    best, less = _planned(cut, policy, settings, pins)
-    even, parts = best, [share.parts for share in less.shares]
-    step = max(1, (max(parts) - min(parts)) // _STEPS)
-    while max(parts) > min(parts):
-        towards = less.relieved(parts.index(max(parts)), step)
-        found = None if towards is None else planned(towards)
-        if found is None:
-            break
-        even, less = found
-        parts = [share.parts for share in less.shares]
-        if even.iteration_s >= best.iteration_s:
-            break
-        best = even
-    if max(parts) > min(parts):
-        found = planned(replace(cut, even=True, most=()))
-        if found is None:
-            return best
-        even, _ = found
-    best = min(best, even, key=lambda each: each.iteration_s)
-    stated = {"iteration_s": best.iteration_s, EVEN: even.iteration_s}
-    plans = tuple(replace(plan, predictions=stated) for plan in best.plans.plans)
-    return replace(best, plans=replace(best.plans, plans=plans))
+    even: tuple[PlannedStages, Cut] | None
+    fastest = even = _planned(cut, policy, settings, pins)
+    while even is fastest and (nearer := even[1].nearer_equal) is not None and (found := planned(nearer)):
+        even, fastest = found, min(fastest, found, key=lambda each: each[0].iteration_s)
+    if even[1].nearer_equal is not None:
+        even = planned(replace(cut, even=True, most=(), nodes=()))
+    best, less = fastest = min(fastest, even or fastest, key=lambda each: each[0].iteration_s)
+    if nodes := _parts_used(best):
+        best, _ = min(fastest, planned(replace(less, nodes=nodes)) or fastest, key=lambda each: each[0].iteration_s)
+    return best if even is None else _stating(best, {EVEN: even[0].iteration_s})
+
+
+def _parts_used(planned: PlannedStages) -> tuple[int, ...]:
+    """Of the node, in hundredths of the most; () for about those they have."""
+    used = [t.peak_bytes["host"] + t.peak_bytes.get("nvme", 0) for t in planned.timelines]
+    nodes = [1 + 99 * size // max(1, *used) for size in used]
+    times = [part / (share.node or share.parts) for part, share in zip(nodes, planned.plans.shares)]
+    return tuple(nodes) if max(times) > _ALIKE * min(times) else ()
+
+
+def _stating(planned: PlannedStages, figures: Mapping[str, float]) -> PlannedStages:
+    stated = {**figures, "iteration_s": planned.iteration_s}
+    plans = tuple(replace(plan, predictions=stated) for plan in planned.plans.plans)
+    return replace(planned, plans=replace(planned.plans, plans=plans))
 
 
 def _pinned(policy: str | Policy, pins: int | None) -> Policy:
@@ -209,7 +208,7 @@ def _pinned(policy: str | Policy, pins: int | None) -> Policy:
 
 def _named(cut: Cut, member: int) -> str:
     if cut.shares:
-        return f"{machine_of_stage(cut.machine, cut.parallelism, member).gpu.name}: "
+        return f"{cut.machines[member].gpu.name}: "
     return f"stage {member}: " if cut.members > 1 else ""
 
 
@@ -218,26 +217,34 @@ def planned_again(planned: PlannedStages, policy: str | Policy, settings: Settin
     spread = planned.plans.parallelism
     policy = sharded_as(policy, spread.shard)
     able = can(split_spec(policy)[0] if isinstance(policy, str) else policy)
-    if spread.pipeline == 1 or (able.point is None and not able.tries_others):
+    if len(planned.plans.plans) == 1 or (able.point is None and not able.tries_others):
         return planned
     function = find_policy(policy) if isinstance(policy, str) else policy
     plans = []
     for plan, timeline in zip(planned.plans.plans, planned.timelines):
         try:
-            again = function(_with_waits(plan, timeline), plan.machine, settings)
+            own = _with_waits(plan, timeline, sums_of(plan) if planned.plans.shares else {})
+            again = function(own, plan.machine, settings)
         except (CannotPlan, DoesNotFit, PlanError):
             return planned
         plans.append(replace(again, workload=plan.workload))
-    return min(planned, _together(spread, plans), key=lambda each: each.iteration_s)
+    found = _stating(_together(spread, plans, planned.plans.shares), planned.plans.plans[0].predictions)
+    return min(planned, found, key=lambda each: each.iteration_s)
 
 
-def _with_waits(plan: Plan, timeline: Timeline) -> Workload:
-    """The job as if its moments were measured with their waits for other stages."""
+def _with_waits(plan: Plan, timeline: Timeline, sums: Mapping[int, int]) -> Workload:
+    """The job as if its moments were measured with their waits for others.
+
+    sums: step -> its moment, of those that end with others.
+    """
     w, last = plan.workload, timeline.iterations - 1
-    seconds = list(cost_of(w, plan.machine, plan.layout).moments_s)
+    own_s = cost_of(w, plan.machine, plan.layout).moments_s
+    seconds = list(own_s)
     for span in timeline.spans:
         if span.iteration == last and span.moment is not None and span.cause in _OTHER_STAGES:
             seconds[span.moment] += (span.start_s - span.ready_s) * (span.kind is Kind.COMPUTE)
+        if span.iteration == last and span.moment is not None and span.step in sums:
+            seconds[span.moment] += max(0.0, span.end_s - span.start_s - own_s[span.moment])
     moments = tuple(replace(m, duration_s=s) for m, s in zip(w.moments, seconds))
     return replace(w, moments=moments, source="recorded", recorded_on=plan.machine.name)
 

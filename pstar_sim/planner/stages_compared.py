@@ -33,6 +33,7 @@ from pstar_sim.bounds.stages import seconds_in_step
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout, build_layout
 from pstar_sim.core.plan import Settings
+from pstar_sim.core.plan_set import Split
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import CannotPlan, DoesNotFit, ModelError, PlanError
 from pstar_sim.planner.asked import OnPart, teller
@@ -69,7 +70,7 @@ class StagesRow:
     short_of: None if it fits.
     needed_bytes, available_bytes: there.
     tflops_per_gpu, mfu: see utilization.py.
-    gain_of_split: as in PlannedStages; split: `PlanSet.split`.
+    gain_of_split: as in PlannedStages.
     few: micro-batches of the larger plan behind the seconds ([Note: few micro-batches]); None if all are planned.
     """
 
@@ -94,7 +95,7 @@ class StagesRow:
     tflops_per_gpu: float | None = None
     mfu: float | None = None
     few: int | None = None
-    split: str | None = None
+    split: Split | None = None
     gain_of_split: float | None = None
     recompute: str | None = None
 
@@ -512,6 +513,6 @@ def _row(said: StagesRow, planned: PlannedStages) -> StagesRow:
         peak_host_bytes=tuple(t.peak_bytes["host"] for t in planned.timelines),
         tflops_per_gpu=tflops,
         mfu=mfu,
-        split=planned.plans.split or None,
+        split=planned.plans.split,
         gain_of_split=planned.gain_of_split,
     )

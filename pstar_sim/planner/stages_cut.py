@@ -30,6 +30,10 @@ from pstar_sim.workload.presets import check_blocks, check_split, parts_of, stag
 from pstar_sim.workload.presets.shared import Stage
 from pstar_sim.workload.workload import Workload
 
+_FINE = 1000
+_STEPS = 8
+"""From shares to their reverse."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cut:
@@ -38,6 +42,7 @@ class Cut:
     shape: the model's, if it is not in the catalog.
     most: layers of each stage that is cut by speed, or parts of each kind of GPU, if limited.
     even: kinds take equal parts.
+    nodes: parts of the node of a rank of each kind; (): as many as of a layer.
     ends: (seconds, unevenness) of splits, also relieved.
     """
 
@@ -47,6 +52,7 @@ class Cut:
     shape: ModelEntry | None = None
     most: tuple[int, ...] = ()
     even: bool = False
+    nodes: tuple[int, ...] = ()
     ends: dict[tuple[Share, ...], tuple[float, int]] = field(default_factory=dict, repr=False)
 
     @property
@@ -56,7 +62,16 @@ class Cut:
     @cached_property
     def shares(self) -> tuple[Share, ...]:
         """() where GPUs that split layers are alike."""
-        return _shares_of(self) if kinds_of(self.machine, self.parallelism) else ()
+        shares = _shares_of(self) if kinds_of(self.machine, self.parallelism) else ()
+        return tuple(share._replace(node=node) for share, node in zip(shares, self.nodes)) if self.nodes else shares
+
+    @cached_property
+    def machines(self) -> list[Machine]:
+        """Of each member."""
+        if not self.shares:
+            return [machine_of_stage(self.machine, self.parallelism, n) for n in range(self.members)]
+        shares = _fractions([Share(share.ranks, share.node or share.parts) for share in self.shares])
+        return [machine_of_stage(self.machine, self.parallelism, n, share) for n, share in enumerate(shares)]
 
     @cached_property
     def workloads(self) -> list[Workload]:
@@ -89,10 +104,31 @@ class Cut:
         return stage_of(entry, stage, batch=batch, sequence=job.seq, **axes)
 
     def after(self, member: int, refusal: DoesNotFit) -> Cut | None:
-        """Relieved of a layer, or the parts without room."""
+        """Relieved of a layer, or the parts without room. Of the node a kind first gets what it needs."""
+        if refusal.place != "gpu":
+            nodes = self._with_room(member, refusal)
+            return replace(self, nodes=nodes) if nodes else self.nearer_equal
         if not self.shares:
-            return self.relieved(member) if refusal.place == "gpu" else None
+            return self.relieved(member)
         return self.relieved(member, ceil(self.shares[member].parts * refusal.short_bytes / refusal.needed_bytes))
+
+    @property
+    def nearer_equal(self) -> Cut | None:
+        """None from equal parts."""
+        parts = [share.parts for share in self.shares]
+        gap = max(parts, default=0) - min(parts, default=0)
+        return self.relieved(parts.index(max(parts)), max(1, gap // _STEPS)) if gap else None
+
+    def _with_room(self, member: int, refusal: DoesNotFit) -> tuple[int, ...]:
+        """Parts of the node; () once they were given."""
+        if self.nodes or not self.shares:
+            return ()
+        each, sums = self.shares[member], [share.ranks * share.parts for share in self.shares]
+        own = each.parts * refusal.needed_bytes / refusal.available_bytes
+        left = (sum(sums) - each.ranks * own) / (sum(sums) - sums[member])
+        nodes = [max(1, int(_FINE * left * share.parts)) for share in self.shares]
+        nodes[member] = ceil((_FINE + 1) * own)
+        return tuple(nodes) if left > 0 else ()
 
     def relieved(self, member: int, parts: int = 1) -> Cut | None:
         """Others take some, or kinds equal parts; None if they cannot."""
@@ -102,9 +138,9 @@ class Cut:
         has = [share.parts for share in self.shares] or [len(one) for one in layers]
         most = list(self.most or [sys.maxsize] * self.members)
         most[member] = max(has[member] - parts, min(1, has[member] - 1))
-        less = replace(self, most=tuple(most))
+        less = replace(self, most=tuple(most), nodes=())
         if self.shares:
-            return next((each for each in (less, replace(self, most=(), even=True)) if _splits(each)), None)
+            return next((each for each in (less, replace(less, most=(), even=True)) if _splits(each)), None)
         return less if most[member] and sum(most) >= layers[-1].stop else None
 
 

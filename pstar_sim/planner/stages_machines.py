@@ -1,7 +1,8 @@
 """What a stage of a pipeline, or a kind of GPU, runs on.
 
-A stage has its GPUs' share of the node's host memory, bandwidth, cores and disks. Its ranks follow one another, so
-neighbours in a pipeline are far apart and ranks that share a batch near (Megatron-LM's order).
+A stage has its GPUs' part of the node's host memory, bandwidth, cores and disks, a kind that of its share of layers.
+Ranks of a stage follow one another, so neighbours in a pipeline are far apart and ranks that share a batch near
+(Megatron-LM's order).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 
 from pstar_sim.catalog.machine import Fabric, Group, Host, Machine, Neighbour, Nvme, Rank
 from pstar_sim.errors import PstarError
@@ -16,10 +18,11 @@ from pstar_sim.workload.parallelism import Parallelism
 from pstar_sim.workload.tape import CONTEXT, EXPERTS, TENSOR
 
 
-def machine_of_stage(machine: Machine, parallelism: Parallelism, stage: int) -> Machine:
+def machine_of_stage(machine: Machine, parallelism: Parallelism, stage: int, share: Fraction | None = None) -> Machine:
     """The ranks of a stage with their part of the nodes, and what joins them with its neighbours.
 
     stage: or a kind of `kinds_of`.
+    share: of layers, if unequal.
 
     Raises PstarError for ranks that differ within a stage, or do not fill nodes.
     """
@@ -37,7 +40,7 @@ def machine_of_stage(machine: Machine, parallelism: Parallelism, stage: int) -> 
             f"that divides {local}, or a multiple of it"
         )
     here = min(gpus, local) // tensor  # ranks of a node that are planned: one stands for all that split its tensors
-    part = here / local
+    part = here * tensor * (share or Fraction(1, tensor)) / local
     host, disks, network = machine.host, machine.nvme, machine.network
     kinds = kinds_of(machine, parallelism)
     every = kinds[stage] if kinds else _roomy_first(machine)[stage * gpus : (stage + 1) * gpus]
@@ -148,27 +151,28 @@ def _inside(machine: Machine) -> Fabric:
     )
 
 
-def _part_of_host(host: Host, part: float) -> Host:
+def _part_of_host(host: Host, part: Fraction) -> Host:
+    rate = float(part)
     return replace(
         host,
         memory_bytes=int(host.memory_bytes * part),
         reserved_bytes=int(host.reserved_bytes * part),
         pinned_bytes=None if host.pinned_bytes is None else int(host.pinned_bytes * part),
-        dram_bytes_per_s=host.dram_bytes_per_s * part,
+        dram_bytes_per_s=host.dram_bytes_per_s * rate,
         cores=max(1, int(host.cores * part)),
-        adam_params_per_s=host.adam_params_per_s * part,
+        adam_params_per_s=host.adam_params_per_s * rate,
     )
 
 
-def _part_of_disks(disks: Nvme, part: float) -> Nvme:
-    read_beside, write_beside = disks.read_beside_bytes_per_s, disks.write_beside_bytes_per_s
+def _part_of_disks(disks: Nvme, part: Fraction) -> Nvme:
+    rate, read_beside, write_beside = float(part), disks.read_beside_bytes_per_s, disks.write_beside_bytes_per_s
     return replace(
         disks,
         memory_bytes=int(disks.memory_bytes * part),
-        read_bytes_per_s=disks.read_bytes_per_s * part,
-        write_bytes_per_s=disks.write_bytes_per_s * part,
-        read_beside_bytes_per_s=read_beside and read_beside * part,
-        write_beside_bytes_per_s=write_beside and write_beside * part,
+        read_bytes_per_s=disks.read_bytes_per_s * rate,
+        write_bytes_per_s=disks.write_bytes_per_s * rate,
+        read_beside_bytes_per_s=read_beside and read_beside * rate,
+        write_beside_bytes_per_s=write_beside and write_beside * rate,
     )
 
 

@@ -13,7 +13,6 @@ from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.memory_needs import shortage
 from pstar_sim.planner.stages_cut import Cut
 from pstar_sim.planner.stages_degrees import Way, with_shards
-from pstar_sim.planner.stages_machines import machine_of_stage
 from pstar_sim.policy.registry import Policy, sharded_as
 from pstar_sim.workload.loading import WHOLE, Loading
 from pstar_sim.workload.parallelism import CUTS
@@ -70,7 +69,7 @@ def _first_shortage(
     members = range(len(workloads))
     most = max(members, key=lambda n: workloads[n].trainable_params)
     for n in members if spread.cut != CUTS[0] or cut.shares else sorted({0, most, members[-1]}):
-        part = machine_of_stage(cut.machine, spread, n)
+        part = cut.machines[n]
         name = part.gpu.name if cut.shares else f"stage {n}"
         where = f"{spread}, {name}" if len(members) > 1 else str(spread)
         try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pstar_sim.catalog.machine import Group, Machine
 from pstar_sim.core.figures import BINDS_NAMES
 from pstar_sim.core.plan import Plan
-from pstar_sim.core.plan_set import PlanSet
+from pstar_sim.core.plan_set import PlanSet, Split
 from pstar_sim.core.step import Kind
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import CostModel
@@ -72,8 +72,8 @@ def stages_text(comparison: StagesComparison, *, width: int | None = None) -> st
     return "\n".join(lines) + "\n"
 
 
-def split_words(split: str, gain: float | None) -> str:
-    if len({share.rpartition(" ")[2] for share in split.split(", ")}) == 1:
+def split_words(split: Split, gain: float | None) -> str:
+    if split.equal:
         return f"layers split equally, {split} for each GPU: none of the splits by speed that were tried is faster"
     even = "there is no plan with equal shares" if gain is None else f"{gain:.2f} times as fast as with equal shares"
     return f"layers split by speed, {split} for each GPU: {even}"
@@ -135,8 +135,8 @@ def explain_stages(planned: PlannedStages, *, width: int | None = None) -> str:
             f"Bubble: a GPU computes nothing for {format_percent(planned.bubble)} of the iteration; stages that take "
             f"equally long and wait for no link would have {equal}."
         )
-    if planned.plans.shares:
-        texts.append(f"{split_words(planned.plans.split, planned.gain_of_split)}.".replace("layers", "Layers", 1))
+    if split := planned.plans.split:
+        texts.append(f"{split_words(split, planned.gain_of_split)}.".replace("layers", "Layers", 1))
     texts += _words_for_sums(plans)
     rows = [_stage_cells(planned, n) for n in range(len(plans))]
     lines = [line for text in texts for line in wrap(text, width)]

@@ -33,7 +33,7 @@ from pstar_sim.planner.compare import compare
 from pstar_sim.planner.grid import load_grid
 from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.limits import Limit, deeper, max_model
-from pstar_sim.planner.stages import PlannedStages, examine_set, plan_stages
+from pstar_sim.planner.stages import PlannedStages, _with_waits, examine_set, plan_stages, planned_again
 from pstar_sim.planner.stages_compared import compare_stages
 from pstar_sim.planner.stages_cut import Cut
 from pstar_sim.planner.stages_degrees import Way, ways_of, ways_to_spread
@@ -803,7 +803,7 @@ class TestSharesOfLayers:
     )
     def test_never_slower_than_equal_shares(self, machine: str, text: str, policy: str) -> None:
         planned = plan_stages(self.JOB, load_machine(machine), policy, Parallelism.parse(text))
-        ranks, parts = zip(*planned.plans.shares)
+        ranks, parts, _ = zip(*planned.plans.shares)
         assert sum(a * b for a, b in zip(ranks, parts)) == 12 and parts[0] >= parts[1]
         assert planned.gain_of_split is not None and planned.gain_of_split >= 1
         assert examine_set(planned.plans)[1] == planned.iteration_s >= planned.lower_bound_s
@@ -832,22 +832,28 @@ class TestSharesOfLayers:
     @pytest.mark.parametrize(
         ("policy", "host", "batch", "seq", "parts"),
         [
-            ("static_partition", "100GB", 4, 1024, (4, 4)),  # by speed lacks room on the host
-            ("tide", "200GB", 4, 1024, (4, 4)),
-            ("tide", "200GB", 8, 2048, (5, 3)),
+            ("zero_offload", "160GB", 4, 1024, (6, 2)),
+            ("static_partition", "76GB", 4, 1024, (5, 3)),
+            ("tide", "200GB", 4, 1024, (5, 3)),
         ],
     )
     def test_copies_and_the_host_count_too(
         self, policy: str, host: str, batch: int, seq: int, parts: tuple[int, int]
     ) -> None:
-        """By speed of computing 6 and 2 of 8 parts: those between them and equal ones may be faster, or have room."""
+        """By speed of computing 6 and 2 of 8 parts: those between them and equal ones may be faster, or have room. The
+        host is divided as layers are, then by what each kind uses of it."""
         machine = load_machine("a100-40+v100-32", host_memory=host)
         job = Job(model="llama-3-8b", batch=batch, seq=seq)
         assert Cut(job=job, machine=machine, parallelism=self.TWO).shares == (Share(1, 6), Share(1, 2))
-        planned = plan_stages(job, machine, policy, self.TWO)
-        assert planned.plans.shares == tuple(Share(1, own) for own in parts)
-        assert planned.gain_of_split is not None and (planned.gain_of_split > 1) == (parts != (4, 4))
-        assert ("Layers split equally, a100-40 4/8, v100-32 4/8" in explain_stages(planned)) == (parts == (4, 4))
+        planned = plan_stages(job, machine, policy, self.TWO, again=False)
+        assert tuple(share.parts for share in planned.plans.shares) == parts
+        assert planned.gain_of_split is not None and planned.gain_of_split > 1.1
+        prove_set(planned.plans)
+        hosts = [plan.machine.host.memory_bytes for plan in planned.plans.plans]
+        assert sum(hosts) == pytest.approx(machine.host.memory_bytes) and sum(hosts) <= machine.host.memory_bytes
+        each = [share.node or share.parts for share in planned.plans.shares]
+        assert hosts[0] / sum(hosts) == pytest.approx(each[0] / sum(each))
+        assert (each[0] > parts[0]) == (policy != "zero_offload")  # all states are there, as large as the shares
         way = Way(parallelism=self.TWO, batch=batch, micro_batches=1)
         assert stages_shortage(job, machine, policy, [way], Settings()) is None
 
@@ -855,16 +861,49 @@ class TestSharesOfLayers:
         """A refusal by a third of a kind's bytes takes a third of its parts at least."""
         cut = Cut(job=self.JOB, machine=self.unlike(3e12, 1e12), parallelism=self.TWO)
         assert cut.shares == (Share(1, 9), Share(1, 3))
-        short = DoesNotFit(policy="tide", place="host", needed_bytes=300, available_bytes=200, what="states")
+        short = DoesNotFit(policy="tide", place="gpu", needed_bytes=300, available_bytes=200, what="states")
         less = cut.after(0, short)
         assert less is not None and less.shares == (Share(1, 6), Share(1, 6))
         assert less.ends is cut.ends and len(cut.ends) == 11
+
+    def test_a_kind_without_room_on_the_host_gets_what_it_needs_of_it(self) -> None:
+        """The slower kind has 3 of 12 parts and needs 4: the other keeps 8. If it needs 13, or one lacks room then too,
+        that with most parts gives some away; those of equal ones get no nearer."""
+
+        def lacking(parts: int) -> DoesNotFit:
+            needed = parts * 10**9
+            return DoesNotFit(
+                policy="tide", place="host", needed_bytes=needed, available_bytes=3 * 10**9, what="states"
+            )
+
+        cut = Cut(job=self.JOB, machine=self.unlike(3e12, 1e12), parallelism=self.TWO)
+        given = cut.after(1, lacking(4))
+        assert given is not None and given.shares == (Share(1, 9, 7999), Share(1, 3, 4004))
+        whole = cut.machine.host.memory_bytes
+        assert [m.host.memory_bytes for m in given.machines] == [whole * own // 12003 for own in (7999, 4004)]
+        assert given.machines[1].host.memory_bytes >= whole * 4 / 12
+        for still in (given.after(1, lacking(4)), cut.after(1, lacking(13))):
+            assert still is not None and still.shares == (Share(1, 8), Share(1, 4))
+        equal = replace(cut, even=True, nodes=(1, 1))
+        assert equal.after(1, lacking(4)) is None
+
+    def test_kinds_are_planned_again_with_the_seconds_of_the_slowest(self) -> None:
+        """With 6 of 12 parts each, the kind that is three times as fast computes for a third of the iteration, and
+        waits in moments with sums for the rest."""
+        even = Cut(job=self.JOB, machine=self.unlike(3e12, 1e12), parallelism=self.TWO, even=True)
+        planned = plan_stages(self.JOB, even.machine, "tide", self.TWO, cut=even)
+        assert planned.computing == pytest.approx((1 / 3, 1), rel=1e-3)
+        for plan, timeline in zip(planned.plans.plans, planned.timelines):
+            moments = _with_waits(plan, timeline, sums_of(plan)).moments
+            assert sum(m.duration_s or 0 for m in moments) == pytest.approx(planned.iteration_s)
+        again = planned_again(planned, "tide", Settings())
+        assert again.plans.shares == planned.plans.shares and again.gain_of_split == 1
 
     def test_a_file_keeps_the_shares(self, tmp_path: Path) -> None:
         planned = self.planned(self.unlike(3e12, 1e12))
         save_set(planned.plans, tmp_path / "two.json")
         found = read_plans(tmp_path / "two.json")
-        assert isinstance(found, PlanSet) and found.shares == planned.plans.shares
+        assert isinstance(found, PlanSet) and found.shares == planned.plans.shares == (Share(1, 9), Share(1, 3))
         assert examine_set(found)[1] == planned.iteration_s
         said = explain_stages(PlannedStages(plans=found, timelines=play_stages(found)), width=200)
         assert "Layers split by speed, a 9/12, b 3/12 for each GPU: 2.00 times as fast as with equal shares." in said
@@ -879,6 +918,9 @@ class TestSharesOfLayers:
             with pytest.raises(PlanError) as error:
                 prove_set(replace(plans, shares=shares))
             assert message in str(error.value)
+        divided = tuple(share._replace(node=n) for share, n in zip(plans.shares, (1, 1)))
+        with pytest.raises(PlanError, match=r"b has .* of host memory, and a .*; of the node b has 1 part and a 1"):
+            prove_set(replace(plans, shares=divided))
         with pytest.raises(PlanError, match="2 plans for 1 shares; each share has one"):
             replace(plans, shares=plans.shares[:1])
         last = plans.plans[1]

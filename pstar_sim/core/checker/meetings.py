@@ -20,6 +20,7 @@ from pstar_sim.core.plan import Plan
 from pstar_sim.core.plan_set import PlanSet, meetings_of, slices_as, whole_chunks
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.errors import PlanError
+from pstar_sim.units import format_bytes, format_count
 from pstar_sim.workload.orders import Order
 from pstar_sim.workload.parallelism import Parallelism
 from pstar_sim.workload.pipeline import cells_of
@@ -80,9 +81,13 @@ def _check_jobs(plans: PlanSet) -> None:
 
 
 def _check_shares(plans: PlanSet) -> None:
-    """Moments, order and sums are the same, and split tensors have the parts of the shares."""
+    """Moments, order and sums are the same; split tensors, hosts and disks have the parts of the shares."""
     spread, shares, first = plans.parallelism, plans.shares, plans.plans[0]
-    if spread.pipeline > 1 or min(map(min, shares)) < 1 or sum(share.ranks for share in shares) != spread.tensor:
+    if (
+        spread.pipeline > 1
+        or min(min(share[:2]) for share in shares) < 1
+        or sum(share.ranks for share in shares) != spread.tensor
+    ):
         raise PlanError(f"shares are {shares}, of ranks and parts of a layer; the set is of {spread}")
     for name, plan, share in zip(plans.names, plans.plans, shares):
         runs = [[s.moment for s in each.steps if s.kind is Kind.COMPUTE] for each in (first, plan)]
@@ -100,6 +105,21 @@ def _check_shares(plans: PlanSet) -> None:
                     f"{t.name} is {t.shape} on {name} and {other.shape} on {plans.names[0]}; the shares are "
                     f"{plans.split}"
                 )
+        own, others = share.node or share.parts, shares[0].node or shares[0].parts
+        for what, size, of_first in zip(_OF_NODES, _of_nodes(plan), _of_nodes(first)):
+            if not _of_one(size + 1, own, of_first + 1, others):  # rounded down
+                raise PlanError(
+                    f"{name} has {format_bytes(size)} of {what}, and {plans.names[0]} {format_bytes(of_first)}; of the "
+                    f"node {name} has {format_count(own, 'part')} and {plans.names[0]} {others}"
+                )
+
+
+_OF_NODES = ("host memory", "pinned host memory", "disks")
+
+
+def _of_nodes(plan: Plan) -> tuple[int, ...]:
+    host, disks = plan.machine.host, plan.machine.nvme
+    return host.memory_bytes, host.pinned_bytes or 0, 0 if disks is None else disks.memory_bytes
 
 
 def _met(collective: Collective) -> tuple[str, str, int | None]:
