@@ -669,7 +669,8 @@ def stages() -> str:
     r = result("stages")
     accepted = sum(r["accepted"].values())
     return (
-        f"of {r['sets']} sets of random jobs replay and simulation differ by at most {r['apart']:.1e}, {r['below']} "
+        f"of {r['sets']} sets of random jobs, {r['of_unlike']} of them of unlike GPUs that split layers, replay and "
+        f"simulation differ by at most {r['apart']:.1e}, {r['below']} "
         f"are below the bound, and of {sum(r['mutants'].values())} damaged sets the proof accepts {accepted}, of which "
         f"{len(r['broken'])} break under random timings ({link('stages')})"
     )
