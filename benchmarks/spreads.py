@@ -3,9 +3,10 @@ four nodes, beside FSDP alone.
 
 Each row is a model on a machine with a global batch of 256 sequences, as predicted: the fastest way
 whose chunks leave the GPU (`tide`), the fastest with everything on the GPUs (`all_on_gpu`, `zero3_resident`), and data
-parallelism alone with FSDP, offloaded where it does not fit otherwise (planner/stages_compared.py).
+parallelism alone with FSDP, offloaded where it does not fit otherwise (planner/stages_compared.py). Each chooses what
+it recomputes.
 
-    python benchmarks/spreads.py                    # writes benchmarks/results/spreads.json
+    python benchmarks/spreads.py [--cases 1,7]      # writes benchmarks/results/spreads.json, with all cases
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ def said(row: StagesRow | None) -> dict[str, object] | None:
         "parallel": row.parallel,
         "policy": row.policy,
         "batch": f"{row.batch} x {row.micro_batches}",
+        "recompute": row.recompute,
         "iteration_s": row.iteration_s,
         "tokens_per_s": row.tokens_per_s,
         "gap": row.gap,
@@ -55,13 +57,17 @@ def said(row: StagesRow | None) -> dict[str, object] | None:
 def row_of(model: str, length: int, name: str, nodes: int) -> dict[str, object]:
     machine = load_machine(name, nodes=nodes)
     gpus = machine.world_size
-    job = Job(model=model, batch=gpus, seq=length, micro_batches=SEQUENCES // gpus, checkpointing=True)
+    job = Job(model=model, batch=gpus, seq=length, micro_batches=SEQUENCES // gpus)
     began = time.process_time()
     ways, _ = ways_of(job, machine, "auto")
     offloaded = fastest(job, machine, OFFLOADED, ways)
     auto_s = time.process_time() - began
     counts = [count for count in (1, 2, 4, 8, 16, 32) if SEQUENCES // count >= gpus]
-    alone = [Way(parallelism=Parallelism(data=gpus), batch=SEQUENCES // m, micro_batches=m) for m in counts]
+    alone = [
+        Way(parallelism=Parallelism(data=gpus), batch=SEQUENCES // count, micro_batches=count, recompute=how)
+        for count in counts
+        for how in dict.fromkeys(way.recompute for way in ways)
+    ]
     fsdp = (fastest(job, machine, policies, alone) for policies in FSDP)
     return {
         "model": model,
@@ -76,12 +82,16 @@ def row_of(model: str, length: int, name: str, nodes: int) -> dict[str, object]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", help="numbers of cases, from 1; without it all")
+    asked = parser.parse_args()
+    numbers = [int(number) for number in asked.cases.split(",")] if asked.cases else range(1, len(CASES) + 1)
     rows = []
-    for case in CASES:
-        rows.append(row_of(*case))
+    for number in numbers:
+        rows.append(row_of(*CASES[number - 1]))
         print(rows[-1], flush=True)
-        write_result("spreads", {"rows": rows})  # a run that is ended leaves what it has
+    if not asked.cases:
+        print(write_result("spreads", {"rows": rows}))
 
 
 if __name__ == "__main__":
