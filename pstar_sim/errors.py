@@ -118,7 +118,8 @@ class UnknownName(PstarError):
         plain = {letters(other): other for other in known}
         asked = letters(name)
         begin = sorted(other for other in plain if asked and other.startswith(asked))
-        inside = sorted((other for other in plain if len(asked) > 2 and asked in other), key=len)
+        within = {n: own.lower().split("-") if len(asked) < 3 else n for n, own in plain.items()}  # 7b is a part's name
+        inside = sorted((n for n in plain if asked in within[n]), key=len)
         alike = difflib.get_close_matches(asked, plain, n=3, cutoff=0.4)
         near = [plain[n] for n in (begin or [*dict.fromkeys([*inside, *alike])])[:3]] if guess else []
         hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(sorted(known)[:20])}"

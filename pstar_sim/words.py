@@ -27,6 +27,7 @@ _NOT_MODELLED = {
     "this optimizer or adapter": ("galore", "lisa", "lomo", "badam", "apollo", "reft", "ia3"),
     "inference": ("vllm", "sglang", "tensorrt", "kvcache"),
     "asynchronous or low-communication training": ("diloco", "localsgd"),
+    "accelerators that are no GPUs": ("tpu", "tpuv4", "tpuv5e", "tpuv5p", "tpuv6e", "trainium", "gaudi2", "gaudi3"),
 }
 _NEAREST = {
     "packing": "a full pack is one sequence: --seq its tokens, --batch packs",
@@ -39,7 +40,7 @@ _MEANT: Mapping[str, tuple[str, ...]] = {
     "ranks that share experts are --parallel ep=N": ("ep", "expertparallel", "moeep", "expertmodelparallelsize"),
     "stages of a pipeline are --parallel pp=N": ("pipelineparallel", "pipelineparallelsize", "stages"),
     _DEEPSPEED: ("deepspeed", "zero", "zerostage", "zero1", "zero2", "zero3", "ds"),
-    _FSDP: ("fsdp", "fsdp2", "ddp", "hsdp", "shardingstrategy"),
+    _FSDP: ("fsdp", "fsdp2", "ddp", "hsdp", "shardingstrategy", "horovod"),
     _LIGER: ("liger", "ligerkernel", "useligerkernel"),
     "DoRA is --lora r=16,dora": ("dora", "usedora", "peftusedora"),
     "AdamW in 8 bits is --optimizer adamw-8bit": ("8bitadam", "adam8bit", "8bit", "8bitoptimizer", "pagedadam8bit"),

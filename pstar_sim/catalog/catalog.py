@@ -142,7 +142,7 @@ class Catalog:
         for known in (spelled(name, self.machines), spelled(f"{gpu}x{count}", self.machines)):
             if known in self.machines:
                 return [known]
-        word = letters(gpu).removesuffix("gb")
+        word = re.sub("(sxm[2-6]?|gb)$", "", letters(gpu))
         word = f"rtx{word}" if word.isdecimal() else word
         return [
             known

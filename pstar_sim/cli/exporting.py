@@ -15,6 +15,7 @@ from pstar_sim.cli.output import Header, check_apart, save_perfetto, say, say_an
 from pstar_sim.cli.planning import checked_plan, measured_of, named
 from pstar_sim.errors import PstarError
 from pstar_sim.files import replaced_atomically, write_atomically
+from pstar_sim.units import format_bytes
 
 if TYPE_CHECKING:
     from pstar_sim.core.plan import Plan
@@ -180,7 +181,7 @@ def _write_memory_viz(plan: Plan, path: str, *, quiet: bool) -> None:
     with replaced_atomically(Path(path)) as temporary:
         temporary.write_bytes(data)
     if not quiet:
-        tell(f"{path}: {len(data) / 1e6:.1f} MB; open it at pytorch.org/memory_viz (device 0: GPU, 1: host, 2: disks)")
+        tell(f"{path}: {format_bytes(len(data))}; open it at pytorch.org/memory_viz (device 0: GPU, 1: host, 2: disks)")
 
 
 def _write_configurations(plan: Plan, files: dict[str, str], *, as_json: bool) -> int:

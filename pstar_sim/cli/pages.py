@@ -18,6 +18,7 @@ from pstar_sim.cli.flags import Quiet, output
 from pstar_sim.cli.output import check_apart, tell
 from pstar_sim.cli.planning import named
 from pstar_sim.errors import PstarError
+from pstar_sim.units import format_bytes
 
 if TYPE_CHECKING:
     from pstar_sim.core.timeline import Timeline
@@ -60,7 +61,7 @@ def report(
     text = plan_report(subjects, Made(version=__version__, date=today, command=shlex.join(words)))
     write_atomically(Path(path), text)
     shown = " beside ".join(subject.title for subject in subjects)
-    tell(f"{path}: {shown}; {len(text.encode()) / 1e6:.1f} MB, opens without a network")
+    tell(f"{path}: {shown}; {format_bytes(len(text.encode()))}, opens without a network")
     return 0
 
 
@@ -89,7 +90,7 @@ def page(
     text = whatif_page(points, list(axes), prices=prices)
     write_atomically(Path(path), text)
     count = len(distinct_points(points, list(axes)))
-    tell(f"{path}: {count} points; {len(text.encode()) / 1e6:.1f} MB, opens without a network")
+    tell(f"{path}: {count} points; {format_bytes(len(text.encode()))}, opens without a network")
     return 0
 
 

@@ -14,6 +14,7 @@ from typer.main import get_command, get_current_context  # type: ignore[attr-def
 from pstar_sim.cli.flag_values import did_you_mean
 from pstar_sim.errors import PstarError, UnknownName
 from pstar_sim.terminal import terminal_width
+from pstar_sim.words import meant
 
 
 def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
@@ -105,7 +106,7 @@ def _flag_of(context: Any, word: str, flags: Mapping[str, Any]) -> Any:
     if flag is None:
         others = _commands_with(context, name)
         hint = did_you_mean(name, flags)
-        hint = f"; it is a flag of {' and '.join(others)}" if others else hint
+        hint = f"; it is a flag of {' and '.join(others)}" if others and meant(name) is None else hint
         raise PstarError(_see(context, f"unknown flag {name!r}{hint}"))
     return flag
 

@@ -59,6 +59,7 @@ def test_tokens_as_people_count_them(typed: str, count: int) -> None:
         ("8xA100-80", "a100-80x8"), ("8 x A100-80", "a100-80x8"), ("H100", "h100-80"), ("8xH100", "h100-80x8"),
         ("h100x8", "h100-80x8"), ("H100-80GB", "h100-80"), ("RTX 3090", "rtx3090-64gb"), ("3090", "rtx3090-64gb"),
         ("rtx3090", "rtx3090-64gb"), ("rtx 3090", "rtx3090-64gb"), ("8 x rtx3090", "rtx3090x8"),
+        ("H100 SXM", "h100-80"), ("H100 SXM5", "h100-80"),
     ],
 )  # fmt: skip
 def test_a_gpu_is_the_only_machine_that_has_so_many_of_it(typed: str, own: str) -> None:
@@ -129,6 +130,9 @@ def test_more_gpus_than_any_machine_has_are_unknown() -> None:
         (["--load-in-4bit"], "a base in 4 bits is --base nf4 beside --lora r=16"),
         (["--lora", "qlora"], "--lora qlora: 'qlora' is not r=RANK"),
         (["--lora", "QLoRA"], "a base in 4 bits is --base nf4 beside --lora r=16"),
+        (["--model", "7b"], "unknown model '7b'; did you mean mpt-7b, qwen-7b, llama-7b?"),
+        (["--machine", "TPU-v5e"], "unknown machine 'TPU-v5e'; not modelled: accelerators that are no GPUs"),
+        (["--deepspeed"], "unknown flag '--deepspeed'; stages are --policy zero1, zero2, zero3"),
         (["--zero", "3"], "unknown flag '--zero'; stages are --policy zero1, zero2, zero3"),
         (["--fsdp"], "it is --policy ddp (all_on_gpu), zero2 or fsdp (zero3_resident)"),
         (["--dtype", "fp8"], "products in fp8 are --products fp8, and frozen weights in fp8 --base fp8"),
