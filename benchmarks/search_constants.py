@@ -163,6 +163,7 @@ CHANGES: tuple[Change, ...] = (
     *instead("disks", "policy.passes.feasibility.IN_FLIGHT", 1, 3),
     *instead("disks", "policy.passes.feasibility.IN_FLIGHT_BESIDE", 2, 4),
     *instead("disks", "policy.family.disks.LARGE", 1.0, none=1e9),
+    *instead("small hosts", "policy.kit.schedule.TRIPS", 1, 3),
     *instead("karma", "policy.systems.karma.INTERLEAVES", none_interleaved=((0.0, 0),),
              all_or_none=((0.0, 0), (1.0, 0)), every_other=(*karma.INTERLEAVES[:-1:2], karma.INTERLEAVES[-1]),
              without_the_last=karma.INTERLEAVES[:-1]),
@@ -416,15 +417,18 @@ def of_stronghold() -> dict[str, Job]:
     }
 
 
-def of_disks() -> dict[str, Job]:
+def of_disks(small: bool = False) -> dict[str, Job]:
     """Returns jobs whose states have no room on the host, on disks of two rates, some of which read and write at the
-    same time; one with a large vocabulary."""
+    same time; one with a large vocabulary.
+
+    small: hosts without room for working lists either, or for sums.
+    """
     found = {}
     for model, host, rate, share in (
-        ("4B", "40GB", 5e9, None),
-        ("4B", "40GB", 20e9, 0.8),
-        ("12B", "128GB", 5e9, 0.8),
-        ("llama-3-8b", "72GB", 5e9, None),
+        ("4B", "14GB" if small else "40GB", 5e9, None),
+        ("4B", "12GB" if small else "40GB", 20e9, 0.8),
+        ("12B", "24GB" if small else "128GB", 5e9, 0.8),
+        ("llama-3-8b", "26GB" if small else "72GB", 5e9, None),
     ):
         disks = Nvme(
             name="disks", memory_bytes=10**12, read_bytes_per_s=rate, write_bytes_per_s=rate / 2, latency_s=1e-4,
@@ -433,7 +437,8 @@ def of_disks() -> dict[str, Job]:
         )  # fmt: skip
         machine = replace(ps.machine("rtx4090", host_memory=host), nvme=disks)
         for word, settings in (("eager", EAGER), ("barrier", BARRIER)):
-            found[f"{model}, rtx4090, {host}, {format_bytes(int(rate))}/s, {word}"] = gpt(model, 4), machine, settings
+            name = f"{model}, rtx4090, {host}, {format_bytes(int(rate))}/s, {word}"
+            found[name] = gpt(model, 4, 2 if small else 1), machine, settings
     return found
 
 
@@ -500,6 +505,7 @@ GROUPS: Mapping[str, tuple[Callable[[], Mapping[str, Any]], Callable[[Any], tupl
     "vocabulary": (of_vocabulary, lambda job: by_policy(tide, job)),
     "stronghold": (of_stronghold, lambda job: by_policy(stronghold, job)),
     "disks": (of_disks, lambda job: by_policy(tide, job)),
+    "small hosts": (partial(of_disks, small=True), lambda job: by_policy(tide, job)),
     "karma": (of_karma, of_ways),
     "variants": (of_variants, of_race),
     "ranks": (of_ranks, lambda job: own(job, POINT)),

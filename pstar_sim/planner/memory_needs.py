@@ -54,7 +54,6 @@ from pstar_sim.workload.workload import Workload
 
 MOST_SHORT = 6  # refusals in a row: payloads, rounding and start-up of the host, then the GPU
 HALVES = 5  # plans between one that has room and one that has none
-GPU_PARTS = 9
 CLOSE = 6  # a plan that leaves 1 / 2 ** CLOSE of the host is close enough
 
 
@@ -667,7 +666,7 @@ def least_gpu_bytes(ask: Callable[[Machine], DoesNotFit | None], machine: Machin
     """The smallest budget of each GPU with which a job that fits still fits.
 
     A refusal names the least GPU bytes, which are asked next. If the host is short, what it lacks is added, to
-    1 / 2 ** GPU_PARTS.
+    1 / 512.
     """
     low, high = 1, machine.gpu_budget_bytes
     error: DoesNotFit | None
@@ -678,7 +677,7 @@ def least_gpu_bytes(ask: Callable[[Machine], DoesNotFit | None], machine: Machin
         if error.place != "gpu" or not low < error.needed_bytes <= high:
             break
         low = error.needed_bytes
-    within = step = max(10**7, high >> GPU_PARTS)
+    within = step = max(10**7, high // 512)
     times = 1
     while high - low > within:
         if error is None:
