@@ -43,6 +43,8 @@ from pstar_sim.testing import round_machine
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
 BATCH, SEQUENCE, VOCABULARY = 2, 12, 96
+LITTLE_EFFORT = 0.02
+"""`Settings.effort`: plans are run here, not compared."""
 
 
 def small_machine(gpu_bytes: int, host_bytes: int = 2 * 10**9) -> Machine:
@@ -236,8 +238,8 @@ def workload_of(model: nn.Module, batch: Any, *, micro_batches: int = 1, name: s
 
 def tight_plan(policy: str, w: Workload, settings: Settings) -> Plan:
     """A plan at the smallest of a few gpu budgets at which the policy fits, so that chunks must move. It is sought with
-    a tenth of the effort: it is run, not compared."""
-    plan_for, settings = find_policy(policy), replace(settings, effort=0.1 * settings.effort)
+    little effort."""
+    plan_for, settings = find_policy(policy), replace(settings, effort=LITTLE_EFFORT)
     params = sum(t.bytes for t in w.tensors if t.tied_to is None)
     for share in (0.25, 0.4, 0.55, 0.7, 1.0, 1.4, 2.0, 3.0, 5.0, 12.0):
         try:
@@ -257,6 +259,7 @@ def plan_on_disks(
     host_share: float | None = None,
     beside: bool = False,
     chunk_bytes: int | None = None,
+    effort: float = LITTLE_EFFORT,
 ) -> Plan:
     """policy: also options of zero_infinity alone.
     host_share: host memory, as a share of all parameters and states; None: enough without disks.
@@ -273,7 +276,7 @@ def plan_on_disks(
         machine = replace(machine, host=replace(machine.host, memory_bytes=host_bytes))
     small = "subgroup=30000,bucket=20000,reuse=20000"
     spec = f"zero_infinity:{policy},{small}" if policy.startswith(("params=", "states=")) else policy
-    return find_policy(spec)(w, machine, Settings(clip=clip, effort=0.1, chunk_bytes=chunk_bytes))
+    return find_policy(spec)(w, machine, Settings(clip=clip, effort=effort, chunk_bytes=chunk_bytes))
 
 
 @dataclass
