@@ -3,9 +3,9 @@
 Beside it: `stages_degrees`, ways; `stages_cut`, jobs of stages; `stages_machines`, what each runs on;
 `stages_compared`, all ways planned; `stages_shortages`, what they lack.
 
-[Note: planned again] A policy that orders copies by the cost model's seconds plans a stage as if its receives came at
-once, and a kind of GPU as if sums did. So once simulated, each is planned again with the seconds that its moments
-waited for others added to theirs, and the faster set kept. Of several ways only the fastest is.
+[Note: planned again] A policy that orders copies by the cost model's seconds plans as if a stage's receives, and the
+sums of a kind of GPU, came at once. So once simulated, each is planned again with its moments' waits for others added
+to their seconds, and the faster set kept. Of several ways only the fastest is.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _OTHER_STAGES = (Queue.SEND, Queue.RECEIVE, "stages")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlannedStages:
-    """timelines: of the plans, from one simulation of all."""
+    """timelines: of one simulation."""
 
     plans: PlanSet
     timelines: tuple[Timeline, ...]
@@ -124,7 +124,7 @@ def plan_stages(
 
     shape: the model's, if it is not in the catalog.
     again: [Note: planned again].
-    pins: of each plan, for a policy that searches for their number; empty: searched for.
+    pins: of each plan; empty: searched for.
     cut: if known.
 
     Raises PstarError for degrees that job or machine do not allow, and DoesNotFit and CannotPlan, naming the stage.

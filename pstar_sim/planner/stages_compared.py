@@ -5,15 +5,14 @@ way's bound: for any stage the first micro-batch comes through the stages before
 last goes back; where optimizer steps do not meet, the stage alone counts. A row's (bounds/stages.py) also has updates
 and copies. "all" plans every way.
 
-[Note: less recomputation] All recomputed is tried first. Less keeps more and so waits no less: its bound and these
-waits have to be below the fastest plan. Where they are not known, stage 0's GPU needs room for its activations and
-slices of weights and states, and always for the former.
+[Note: less recomputation] Less keeps more and so waits no less: its bound and the waits of more have to be below the
+fastest plan, and stage 0's GPU needs room for its activations. Where more is not planned, it has room for slices of
+weights and states too, or the way counts as near to its bound as the nearest.
 
-[Note: few micro-batches] A full pipeline adds the same seconds for every micro-batch. So among several ways, one with
-many is planned with one more than it has stages and with two per stage (interleaved: two and three per stage), and its
-seconds follow the line through both, never below its bound. The larger pins as the smaller. Where overlap ends, the
-line is too low; so the fastest row is planned whole, until the fastest is one that is, and so is a policy that
-searches.
+[Note: few micro-batches] A full pipeline adds the same seconds for every micro-batch. So one of several ways, with
+many, is planned with one more than it has stages and with two per stage (interleaved: two and three), and its seconds
+follow the line through both, not below its bound. The larger pins as the smaller. Where overlap ends, the line is too
+low; so the fastest row is planned whole, until it is the fastest, and so is a policy that searches.
 
 [Note: the least by pins] Policies that only pin leave other updates, and adds in every micro-batch, to the CPU. Of
 stage 0, what no number of pins undercuts (policy/family/pins.py), on a line likewise, has to be below the fastest plan
@@ -63,14 +62,10 @@ class StagesRow:
     """The keys of `pstar compare --parallel --json`.
 
     batch: sequences per micro-batch, of all ranks of a stage.
-    recompute: as in Way.
-    lower_bound_s, bubble, sums: as in PlannedStages.
     gap: iteration_s / lower_bound_s - 1.
     peak_gpu_bytes, peak_host_bytes: of a rank of each stage.
     short_of: None if it fits.
-    needed_bytes, available_bytes: there.
     tflops_per_gpu, mfu: see utilization.py.
-    gain_of_split: as in PlannedStages.
     few: micro-batches of the larger plan behind the seconds ([Note: few micro-batches]); None if all are planned.
     """
 
@@ -115,9 +110,7 @@ class StagesRow:
 class StagesComparison:
     """rows: those that fit, the fastest first, then the others.
 
-    left_out: with the reason.
     slower: whose bounds, in brackets, are above the fastest plan.
-    notes: on the machine.
     """
 
     job: Job
@@ -163,9 +156,7 @@ def compare_stages(
     settings: Settings | None = None,
     on_part: OnPart | None = None,
 ) -> StagesComparison:
-    """Plans the ways with every policy that can.
-
-    every: also ways that cannot be the fastest.
+    """every: also ways that cannot be the fastest.
 
     Raises PstarError if the job cannot be cut in any.
     """
@@ -251,10 +242,7 @@ def compare_stages(
 
 @dataclass(frozen=True, kw_only=True)
 class _Closed:
-    """bound_s: [Note: in the order of bounds].
-    activation_bytes, model_bytes: of stage 0 ([Note: less recomputation]); 0: not counted.
-    parts: of stage 0.
-    """
+    """activation_bytes, model_bytes, parts: of stage 0; 0: not counted."""
 
     way: Way
     bound_s: float = 0.0
@@ -271,14 +259,18 @@ class _Waiting:
         self.room_bytes = room_bytes
         self.every = every
         self.waits_s: dict[Way, float] = {}  # by the way without its recomputation
+        self.least_times = inf  # seconds over the bound
         self.beaten = list[tuple[_Closed, str]]()  # by [Note: the least by pins], with the policy
 
     def next_below(self, fastest_s: float) -> Way | None:
-        below = [way for way, closed in self.ways.items() if self._least_s(closed) <= fastest_s]
-        return min(below, key=lambda way: (way.keeps, self._least_s(self.ways[way])), default=None)
+        least_s = {way: self._least_s(closed, fastest_s) for way, closed in self.ways.items()}
+        below = [way for way, seconds in least_s.items() if seconds <= fastest_s]
+        return min(below, key=lambda way: (least_s[way], way.keeps), default=None)
 
     def planned(self, way: Way, seconds: float) -> None:
-        self.waits_s[way.but(None)] = seconds - self.ways.pop(way).bound_s
+        bound_s = self.ways.pop(way).bound_s
+        self.waits_s[way.but(None)] = seconds - bound_s
+        self.least_times = min(self.least_times, seconds / (bound_s or 1.0))
 
     def beaten_below(self, fastest_s: float) -> tuple[Way, str] | None:
         """If the fastest is slower, planned whole."""
@@ -296,15 +288,19 @@ class _Waiting:
 
     def said_of_others(self, fastest_s: float) -> list[str]:
         count = sum(closed.bound_s <= fastest_s for closed in self.ways.values())
-        why = "that recompute less: they wait as long as the same way that recomputes more, or have no room on the GPU"
+        why = "that recompute less: they wait as long as the same way that recomputes more"
         return [f"{format_count(count, 'way')} {why}"] if count else []
 
-    def _least_s(self, closed: _Closed) -> float:
+    def _least_s(self, closed: _Closed, fastest_s: float) -> float:
         if self.every:
             return 0.0
-        plain = closed.way.but(None)
-        if plain not in self.waits_s and closed.activation_bytes + closed.model_bytes > self.room_bytes:
-            return inf
+        plain, keeps = closed.way.but(None), closed.way.keeps
+        others = (other for other in self.ways.values() if other.way.but(None) == plain and other.way.keeps < keeps)
+        if any(other.bound_s <= fastest_s for other in others):
+            return inf  # until their waits are known
+        room = closed.activation_bytes + closed.model_bytes <= self.room_bytes
+        if keeps and plain not in self.waits_s and not room:
+            return closed.bound_s * self.least_times
         return closed.bound_s + self.waits_s.get(plain, 0.0)
 
 
@@ -331,9 +327,8 @@ def _place(row: StagesRow) -> tuple[bool, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
-    """policies: by their names.
-    alone: one way is asked about.
-    written: the jobs of the stages of the last ways, which policies share.
+    """alone: one way is asked about.
+    written: jobs of the last ways' stages, which policies share.
     """
 
     job: Job

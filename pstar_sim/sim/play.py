@@ -1,5 +1,5 @@
 """Follows a plan on its machine until two successive iterations agree: core/follow.py (one.py) a single rank, or one
-for all equal ranks, SimPy (several_ranks.py) ranks that differ, or one by one."""
+for all equal ranks or those of a stage, SimPy (several_ranks.py) ranks that differ, or one by one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pstar_sim.core.plan_set import PlanSet
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import CostModel, cost_of
 from pstar_sim.errors import PlanError
-from pstar_sim.sim.one import Jitter, play_one
+from pstar_sim.sim.one import Jitter, play_one, play_set
 
 __all__ = ["Jitter", "peaks_of_ranks", "play", "play_each", "play_stages", "slowest"]
 
@@ -61,11 +61,9 @@ def play_each(
 
 
 def play_stages(plans: PlanSet, *, max_iterations: int = 8, jitter: Jitter | None = None) -> tuple[Timeline, ...]:
-    """The stages of a pipeline, simulated together. Errors are those of `play`."""
+    """Simulated together. Errors are those of `play`."""
     if len(plans.plans) == 1:
         return (play(plans.plans[0], max_iterations=max_iterations, jitter=jitter),)
-    from pstar_sim.sim.several_ranks import play_set
-
     return play_set(plans, max_iterations, jitter)
 
 

@@ -19,10 +19,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pstar_sim.catalog.machine import Machine, Rank
-from pstar_sim.core.follow import Record, deadlock
+from pstar_sim.core.follow import Deadlock, Record, deadlock
 from pstar_sim.core.ledger import Moves
 from pstar_sim.core.plan import Plan
-from pstar_sim.core.plan_set import PlanSet, sums_of
 from pstar_sim.core.program import Program
 from pstar_sim.core.rules import Rates
 from pstar_sim.core.step import COPIES, DISK_QUEUES, PAGEABLE, ROUTES, Kind, Queue, Step
@@ -64,32 +63,6 @@ def play_ranks(
         simulation.join(_RankRun(own, seconds, machine.ranks[r], node, share, simulation, meetings))
     timelines = simulation.timelines()
     return tuple(timelines[n] for n in runs)
-
-
-def play_set(plans: PlanSet, max_iterations: int, jitter: Jitter | None = None) -> tuple[Timeline, ...]:
-    """Stages, or kinds of GPUs, together; one rank stands for each, whose machine has its part of the nodes.
-
-    Raises PlanError as `play`.
-    """
-    env = new_environment()
-    simulation = _Simulation(env, max_iterations, jitter)
-    for stage, plan in enumerate(plans.plans):
-        machine, position = plan.machine, {step.id: i for i, step in enumerate(plan.steps)}
-        share = _commons_of(machine, classes_of(machine), 0, alone=False)
-        node = _Node(env, machine.host.dram_bytes_per_s, machine.root_bytes_per_s)
-        meetings: dict[int, tuple[Hashable, int]] = {
-            position[step]: (("meeting", n), len(meeting.steps))
-            for n, meeting in enumerate(plans.meetings)
-            for of, step in meeting.steps
-            if of == stage
-        }
-        ends: dict[int, tuple[Hashable, int]] = {
-            position[step]: (("sums", moment), len(plans.shares))
-            for step, moment in (sums_of(plan) if plans.shares else {}).items()
-        }
-        seconds = CostModel(plan.workload, machine, plan.layout, rank=0)
-        simulation.join(_RankRun(plan, seconds, machine.ranks[0], node, share, simulation, meetings, ends))
-    return simulation.timelines()
 
 
 def _play_one_class(plan: Plan, cost: CostModel | None, max_iterations: int, jitter: Jitter | None) -> Timeline:
@@ -234,7 +207,6 @@ class _RankRun:
         share: _Commons,
         simulation: _Simulation,
         meetings: Mapping[int, tuple[Hashable, int]],
-        ends: Mapping[int, tuple[Hashable, int]] = {},
     ) -> None:
         self.plan = plan
         self.env = env = simulation.env
@@ -252,7 +224,7 @@ class _RankRun:
         self.record = Record.empty(program, max_iterations, shared=True)
         rates = cost.rates(measured=False)
         self.slow, self.disks = rates.compute_while_net, rates.disks
-        self.meetings, self.ends = meetings, ends
+        self.meetings = meetings
         self.wire_s = [_wire_s(step, cost) for step in plan.steps]
         self.done = [-1] * len(program.ids)  # last iteration in which the step ended
         self.waiters: list[list[simpy.Event]] = [[] for _ in program.ids]
@@ -294,10 +266,6 @@ class _RankRun:
                         record.dram_loss_s[k][i] = self.node.dram_loss_s - lost if dram[i] else 0.0
                     else:
                         yield env.timeout(duration)
-                if i in self.ends:
-                    met = env.event()
-                    self.simulation.meet(self.ends[i], k, 0.0, met)
-                    yield met
                 record.events.append(2 * i + 1)
                 record.at_s.append(env.now)
                 done[i] += 1
@@ -313,7 +281,7 @@ class _RankRun:
         del self.at[q]
 
     def deadlock(self) -> PlanError:
-        return deadlock(self.record, self.at, self.done)
+        return Deadlock(deadlock(self.program, self.at, self.done))
 
     def timeline(self) -> Timeline:
         return timeline(self.plan, self.record, held(self.moves, self.record))
