@@ -90,8 +90,8 @@ def _swatch(colour: str, line: str | None) -> str:
 
 
 def breakable(text: str) -> str:
-    """Policies' names may break behind their parts."""
-    return re.sub(r"([_:,=])(?=\S)", r"\1<wbr>", escape(text, quote=False))
+    """Policies may break behind name and options."""
+    return re.sub(r"([:,=])(?=\S)", r"\1<wbr>", escape(text, quote=False))
 
 
 def unbroken(text: str) -> str:
