@@ -169,12 +169,12 @@ def asked(model: str, name: str, batch: int, micro: int, seq: int, loop: str = "
 
 def fitting(job: Job) -> dict[str, object]:
     workload, machine, settings = job
-    return {"fit": sum(row.fits for row in ps.fits(workload, machine, settings=settings))}
+    return {"fit": sum(row.fits for row in ps.fits(workload, machine, settings=settings, near=None))}
 
 
 def compared(job: Job) -> dict[str, object]:
     workload, machine, settings = job
-    answer = ps.compare(workload, machine, settings=settings)
+    answer = ps.compare(workload, machine, settings=settings, near=None)
     return {"fit": len(answer.planned), "iteration_s": answer.best().row.iteration_s}
 
 

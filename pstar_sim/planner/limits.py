@@ -478,15 +478,17 @@ def _largest(
 
 
 def _along_a_line(errors: Mapping[int, Refusal], low: int, high: int) -> int:
-    """Where the line through the needs of `high` and the next refused n short of the same place (else 0 bytes at 0)
-    meets the room; the middle if `high` is not refused for room."""
+    """Where the line through the needs of `high` and the next refused n that needs more of the same place (else 0 bytes
+    at 0) meets the room; the middle if `high` is not refused for room."""
     last = errors[high]
     if not isinstance(last, DoesNotFit):
         return (low + high) // 2
     n, bytes_ = 0, 0
     for other in sorted(errors):
         error = errors[other]
-        if other > high and isinstance(error, DoesNotFit) and error.place == last.place:
+        if other == high or not isinstance(error, DoesNotFit) or error.place != last.place:
+            continue
+        if error.needed_bytes > last.needed_bytes:
             n, bytes_ = other, error.needed_bytes
             break
     slope = (last.needed_bytes - bytes_) / (high - n)
