@@ -1,27 +1,47 @@
-"""Predicted against measured iteration time of plans on disks, and how much of the disks' time compute hides.
+"""Predicted against measured iteration time of plans on disks, how much of the disks' time compute hides, and what the
+process takes beside the planned host peak.
 
 Rates of this machine and of the folder are measured, a warm-up is recorded, and three policies plan for a host with
 room for a third of the states. Each plan runs three times, in turns, several steps each. The measured figure is the
 median of the runs' medians. Disk time is hidden while a moment computes, in the last iteration of each run.
+
+Memory is taken in a process per job, whose model data are 4 times the host budget, 500 times a second while values are
+loaded from files, and while it trains. The baseline is the process after a run of a model of one layer of the same
+widths: programs, kernels' workspaces, and text. The virtual device is in the process too: its arena, the planned peak
+of the GPU, is taken off, or what it counts where that is more; while values are loaded what it holds.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import os
+import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 from _results import write_result
 
+from executor import AdamW, prepare
 from executor.calibration.folders import folder_rates
+from executor.capture import capture
+from executor.devices.backend import VirtualBackend
 from executor.measuring.rates import measure_virtual_machine
+from executor.models import build
 from executor.run import TrainingJob
+from executor.running.data import ByteText, batches_like, open_data
+from executor.training import train
 from pstar_sim.catalog.loader import load_machine
-from pstar_sim.core.plan import Settings
+from pstar_sim.core.checker.check import check_plan
+from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import DISK_QUEUES, Queue
 from pstar_sim.core.timeline import Span
 from pstar_sim.planner.compare import play_plan
@@ -88,18 +108,162 @@ def measure(folder: Path) -> list[dict[str, object]]:
     return rows
 
 
+ON_DISKS = "zero_infinity:params=nvme,states=nvme,subgroup=1000000"
+MEMORY = {
+    "gpt2 of 29 M, fp32, tide": ("gpt2", 8, 512, "fp32", "90MB", "tide"),
+    "gpt2 of 91 M, fp32, tide": ("gpt2", 8, 960, "fp32", "160MB", "tide"),
+    "llama of 32 M, bf16 with masters, zero_infinity": ("llama", 8, 512, "bf16", "180MB", ON_DISKS),
+}
+"""Name -> (family, layers, width, dtype, memory of the GPU, policy)."""
+MEMORY_STEPS = 8
+DATA_SHARE = 1 / 4  # of the model data that have room on the host
+DATA_BYTES = {"fp32": 16, "bf16": 14}  # per parameter
+
+
+def write_models(folder: Path, name: str) -> None:
+    """Configuration and weights of the job's model, and of one with one layer."""
+    family, layers, width, dtype, _, _ = MEMORY[name]
+    for count in {1, layers}:
+        if family == "gpt2":
+            sizes = {"n_layer": count, "n_embd": width, "n_head": 8, "n_positions": 128}
+        else:
+            sizes = {
+                "num_hidden_layers": count, "hidden_size": width, "intermediate_size": 11 * width // 4,
+                "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 128,
+            }  # fmt: skip
+        config = {"model_type": family, "vocab_size": 8192, "bos_token_id": 0, "eos_token_id": 0, **sizes}
+        (at := folder / str(count)).mkdir()
+        (at / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        built = build(f"hf:{at / 'config.json'}", batch=1, sequence=64, device="cpu", dtype=dtype)
+        built.module.save_pretrained(at, max_shard_size="50MB")  # type: ignore[operator]
+
+
+class Watch:
+    """The most memory of the process above a baseline, less the device's, by phase."""
+
+    def __init__(self) -> None:
+        self.baseline_bytes = self._resident_bytes()
+        self.phase = ""
+        self.most_bytes: dict[str, int] = {}
+        self.device_bytes: Callable[[], int] = lambda: 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._ended.wait(0.002):
+            phase, before = self.phase, self.device_bytes()
+            size = self._resident_bytes() - self.baseline_bytes - max(before, self.device_bytes())
+            self.most_bytes[phase] = max(size, self.most_bytes.get(phase, size))
+
+    def _resident_bytes(self) -> int:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def planned(weights: Path, disks: Path, dtype: str, gpu_memory: str, policy: str, share: float) -> Plan:
+    workload = capture(f"hf:{weights / 'config.json'}", batch=1, sequence=64, dtype=dtype, checkpointing=True)
+    machine = load_machine("virtual", gpu_memory=gpu_memory, disks=[disks])
+    params = sum(prod(tensor.shape) for tensor in workload.tensors if tensor.tied_to is None)
+    room = round(share * DATA_BYTES[dtype] * params)
+    host = replace(machine.host, memory_bytes=machine.host.reserved_bytes + room)
+    return find_policy(policy)(workload, replace(machine, host=host), Settings(clip=True))
+
+
+def train_on(weights: Path, disks: Path, plan: Plan, text: ByteText, watch: Watch | None) -> None:
+    name, backend = f"hf:{weights / 'config.json'}", VirtualBackend(gpu_bytes=2 * plan.gpu_budget_bytes)
+    if watch is not None:
+        watch.phase, watch.device_bytes = "loading", lambda: backend.payload_bytes
+    built = build(name, batch=1, sequence=64, device="cpu", dtype=plan.workload.dtype, checkpointing=True, empty=True)
+    model, optimizer = prepare(
+        built.module, plan, AdamW(lr=1e-4, max_grad_norm=1.0), backend=backend, weights=weights, disks=[disks]
+    )
+    session = optimizer.session
+    if watch is not None:
+        arena_bytes = check_plan(plan).peak_bytes["gpu"]
+        watch.phase, watch.device_bytes = (
+            "training",
+            lambda: max(arena_bytes, backend.payload_bytes + backend.count_other()),
+        )
+    batches = batches_like(built.example_batch, text, vocabulary=built.vocabulary, seed=0)
+    train(model, optimizer, batches, steps=MEMORY_STEPS, micro_batches=1)
+    assert not session.deviation_log, session.deviation_log
+    session.close(restore=False)
+
+
+def measure_memory(folder: Path, name: str) -> dict[str, object]:
+    """In a process of its own."""
+    _, layers, _, dtype, gpu_memory, policy = MEMORY[name]
+    (disks := folder / "disk").mkdir()
+    small, large, text = folder / "1", folder / str(layers), open_data(None)
+    plan = planned(large, disks, dtype, gpu_memory, policy, DATA_SHARE)
+    train_on(small, disks, planned(small, disks, dtype, "1GB", ON_DISKS, 4), text, None)
+    gc.collect()
+    with Watch() as watch:
+        train_on(large, disks, plan, text, watch)
+    layout = plan.layout
+    return {
+        "job": name,
+        "parameters": sum(chunk.numel for chunk in layout.chunks),
+        "model_data_bytes": sum(
+            layout.payload_bytes(c.index, "param") + layout.states_bytes(c.index) for c in layout.chunks
+        ),
+        "host_budget_bytes": plan.host_budget_bytes,
+        "baseline_bytes": watch.baseline_bytes,
+        "planned_host_peak_bytes": check_plan(plan).peak_bytes["host"],
+        "planned_gpu_peak_bytes": check_plan(plan).peak_bytes["gpu"],
+        **{f"{phase}_bytes": size for phase, size in watch.most_bytes.items()},
+    }
+
+
+def memory_rows(folder: Path) -> list[dict[str, object]]:
+    rows = []
+    for number, name in enumerate(MEMORY):
+        (at := folder / f"memory{number}").mkdir()
+        for part in ("models", "memory"):
+            done = subprocess.run(
+                [sys.executable, __file__, "--folder", str(at), f"--{part}", name],
+                check=True, stdout=subprocess.PIPE, text=True,
+            )  # fmt: skip
+        rows.append(json.loads(done.stdout.splitlines()[-1]))
+        shutil.rmtree(at)
+    return rows
+
+
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--folder", default=".", help="on a disk that O_DIRECT reaches (default: the current folder)")
-    with tempfile.TemporaryDirectory(dir=flags.parse_args().folder) as folder:
+    flags.add_argument("--models", help=argparse.SUPPRESS)
+    flags.add_argument("--memory", help=argparse.SUPPRESS)
+    given = flags.parse_args()
+    if given.models:
+        write_models(Path(given.folder), given.models)
+        return
+    if given.memory:
+        print(json.dumps(measure_memory(Path(given.folder), given.memory)))
+        return
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        memory = memory_rows(Path(folder))
         rows = measure(Path(folder))
+    for row in memory:
+        sizes = {key: f"{row[f'{key}_bytes'] / 1e6:.1f} MB" for key in ("planned_host_peak", "loading", "training")}  # type: ignore[operator]
+        print(
+            f"{row['job']}: planned host peak {sizes['planned_host_peak']}; above the baseline, less the device, "
+            f"{sizes['loading']} while loading, {sizes['training']} while training"
+        )
     for row in rows:
         print(
             f"{row['policy']}: predicted {row['predicted_s']:.3f} s, measured "
             f"{', '.join(f'{each:.3f}' for each in row['measured_s'])} s, {row['error']:+.1%}; of the disks' time "  # type: ignore[attr-defined]
             f"{row['hidden_share']:.0%} is hidden, {row['predicted_hidden_share']:.0%} predicted"
         )
-    write_result("disks", {"runs": rows})
+    write_result("disks", {"memory": memory, "runs": rows})
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 baseline: interpreter, torch, transformers, plan and a model without memory, measured just before. slabs: host memory of
     the plan's chunks, powers of two. virtual gpu: payloads that the plan has on the gpu at the cut and while the first
     iteration's fetches run (its "gpu" is host memory too; on CUDA this term is 0). buffers: of the model. one shard:
-    the bytes that the goal allows for reading; reading takes one piece of 16 MiB. The measured figure is VmHWM of a
+    the bytes that the goal allows for reading; reading takes one piece of 4 MiB. The measured figure is VmHWM of a
     process of its own, whose mark is reset just before `prepare` (ru_maxrss where the system does not allow that).
     Files are read with pread, so their pages are the system's and not memory of the process.
 

@@ -2,15 +2,16 @@
 
 [Note: glibc and eviction] glibc gives big blocks back to the system at every eviction, and fresh pages cost more than
 kept ones (16-47 ms for 32 MiB beside 2.5 ms). `keep_freed_pages` tells malloc, once per process, to keep them, with one
-arena for all queues' threads. Holes between kept blocks may fit no later block (500 MB beside payloads of 84 MB), so
-under a plan with lists on disks, which waits for these rather than for pages, `map_large_blocks` gives each large block
-pages of its own.
+arena for all queues' threads. Holes between kept blocks may fit no later block, not even one of the same size (500 MB
+beside payloads of 84 MB), so under a plan with lists on disks, which waits for these rather than for pages,
+`map_large_blocks` gives each large block pages of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import os
 import threading
 import time
@@ -23,12 +24,11 @@ import torch
 from executor.devices.copied import Copied
 from executor.devices.gate import Gate
 from pstar_sim.core.plan import Plan
-from pstar_sim.core.slabs import PAGE_BYTES
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import OutOfMemory
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8  # options of mallopt
-_LARGE_BYTES = 1 << 20
+_LARGE_BYTES = 1 << 17
 
 
 class Backend(Protocol):
@@ -45,7 +45,7 @@ class Backend(Protocol):
     def begin(self, plan: Plan) -> None: ...
 
     def host_slab(self, size_bytes: int) -> torch.Tensor:
-        """Returns uint8 [size_bytes] of host memory for copies, pinned if the accelerator has pinned memory."""
+        """Returns uint8 [size_bytes] of host memory for copies, pinned where that exists."""
         ...
 
     def gpu_payload(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -106,11 +106,11 @@ class Backend(Protocol):
         ...
 
     def give_back(self) -> int:
-        """Give the free memory kept for later payloads to operators. Returns its bytes. May stop the device."""
+        """Give free memory kept for payloads to operators. Returns its bytes. May stop the device."""
         ...
 
     def give_host_back(self) -> None:
-        """Give unused host slabs back to the system."""
+        """Give unused host slabs back."""
         ...
 
     def close(self) -> None:
@@ -254,9 +254,8 @@ class VirtualBackend:
         return None
 
     def host_slab(self, size_bytes: int) -> torch.Tensor:
-        raw = torch.zeros(size_bytes + PAGE_BYTES - 1, dtype=torch.uint8)
-        first = -raw.data_ptr() % PAGE_BYTES  # as pinned memory begins, for transfers past the page cache
-        return raw[first : first + size_bytes]
+        """Zeros; a page takes memory when it is written."""
+        return torch.frombuffer(mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 
     def gpu_payload(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         payload = torch.empty(numel, dtype=dtype)
@@ -344,7 +343,7 @@ def keep_freed_pages() -> bool:
 
 def map_large_blocks() -> bool:
     """[Note: glibc and eviction]. Returns as `keep_freed_pages`."""
-    return _set_malloc({_MMAP_MAX: 2**16, _MMAP_THRESHOLD: _LARGE_BYTES, _TRIM_THRESHOLD: _LARGE_BYTES})
+    return _set_malloc({_MMAP_MAX: 2**16, _MMAP_THRESHOLD: _LARGE_BYTES, _TRIM_THRESHOLD: _LARGE_BYTES, _ARENA_MAX: 1})
 
 
 def _set_malloc(options: Mapping[int, int]) -> bool:
@@ -356,13 +355,13 @@ def _set_malloc(options: Mapping[int, int]) -> bool:
 
 
 def give_freed_pages_back() -> None:
-    """Give pages that malloc kept back to the system."""
+    """Give back pages that malloc kept."""
     with contextlib.suppress(OSError, AttributeError):  # a C library that keeps no pages
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def available_host_bytes() -> int:
-    """What this process can still take: MemAvailable, or less within the cgroup's limit."""
+    """What this process can still take: MemAvailable, or the cgroup's limit."""
     found: list[int] = []
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():

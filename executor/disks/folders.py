@@ -31,7 +31,7 @@ class DiskFolders:
     threads: per folder.
     notes: words for folders whose transfers go through the page cache.
 
-    Raises DiskError for a folder that is missing, not writable, given twice, or in use by another run.
+    Raises DiskError for a folder that cannot be used, or is in use.
     """
 
     folders: Sequence[Path]
@@ -66,12 +66,12 @@ class DiskFolders:
         return self._slots[-1]
 
     def close(self) -> None:
-        """Remove the run's files, then release the folders."""
+        """Remove the files, then release the folders."""
         self._close()  # type: ignore[attr-defined]
 
 
 class OwnFile:
-    """Forked processes do not keep its descriptor, and so neither a lock nor the room of a removed file."""
+    """Forked processes do not keep its descriptor, and so no lock."""
 
     def __init__(self, path: Path, flags: int, mode: int = 0) -> None:
         self.path, self.descriptor = path, os.open(path, os.O_RDWR | flags, mode)
@@ -177,7 +177,7 @@ def _remove_files(folder: Path, rank: int) -> None:
 
 
 def _release(slots: Sequence[OwnFile], locks: Sequence[OwnFile]) -> None:
-    """Also at the end of the process, and of forked ones, which have none of the files."""
+    """Also at the end of the process."""
     for file in (*slots, *locks):
         file.remove()
 

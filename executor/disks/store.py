@@ -2,7 +2,7 @@
 
 [Note: pieces] Pieces of 4 MiB are spread over the folders in turn and moved by a few threads each: one does not reach a
 disk's rate. `os.preadv` and `os.pwritev` let other Python threads run. Every piece begins at a multiple of 4,096 bytes,
-as O_DIRECT wants it; where that passes the page cache (`folders.DIRECT`), unaligned memory goes through a thread's
+as O_DIRECT wants it; where that passes the page cache (`folders.DIRECT`), what is no whole page goes through a thread's
 aligned buffer.
 
 [Note: nothing lost on disks] Every transfer's length is checked, and every piece has a checksum of the memory written,
@@ -17,7 +17,7 @@ import mmap
 import os
 import shutil
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
@@ -33,6 +33,7 @@ from pstar_sim.units import format_bytes
 Key = TypeVar("Key", bound=Hashable)
 PIECE_BYTES = 4 << 20
 ALIGN_BYTES = 4096
+BUFFER_BYTES = 256 << 10
 
 
 class _Piece(NamedTuple):
@@ -74,7 +75,7 @@ class _File:
 
 
 class DiskStore(Generic[Key]):
-    """One plan's payloads. One thread reads while another writes, of other payloads.
+    """One plan's payloads. One thread reads while another writes others.
 
     sizes: key -> bytes, zeros until written.
     named: key -> words for messages.
@@ -165,25 +166,34 @@ class DiskStore(Generic[Key]):
 
     def _write(self, key: Key, piece: _Piece, memory: memoryview) -> int:
         file, checksum = self._file(key, piece), xxhash.xxh3_64_intdigest(memory)
-        given = memory
-        if file.direct and not _may_pass(memory):
-            given = self._buffer()[: _aligned(len(memory))]
-            given[: len(memory)] = memory
-        self._whole(os.pwritev, "written", key, piece, given)
+        for start, part, given in self._turns(file, memory):
+            if given is not part:
+                given[: len(part)] = part
+            self._whole(os.pwritev, "written", key, piece, start, given)
         return checksum
 
     def _read(self, key: Key, piece: _Piece, memory: memoryview) -> int:
-        file, given = self._file(key, piece), memory
-        if file.direct and not _may_pass(memory):
-            given = self._buffer()[: _aligned(len(memory))]
-        self._whole(os.preadv, "read", key, piece, given)
-        if given is not memory:
-            memory[:] = given[: len(memory)]
+        for start, part, given in self._turns(self._file(key, piece), memory):
+            self._whole(os.preadv, "read", key, piece, start, given)
+            if given is not part:
+                part[:] = given[: len(part)]
         return xxhash.xxh3_64_intdigest(memory)
 
-    def _whole(self, move: Callable[..., int], word: str, key: Key, piece: _Piece, memory: memoryview) -> None:
+    def _turns(self, file: _File, memory: memoryview) -> Iterator[tuple[int, memoryview, memoryview]]:
+        """(start, part of the memory, what moves)."""
+        passes = not file.direct or np.frombuffer(memory, np.uint8).ctypes.data % ALIGN_BYTES == 0
+        whole = len(memory) - len(memory) % (ALIGN_BYTES if file.direct else 1) if passes else 0
+        if whole:
+            yield 0, (first := memory[:whole]), first
+        for start in range(whole, len(memory), BUFFER_BYTES):
+            part = memory[start : start + BUFFER_BYTES]
+            yield start, part, self._buffer()[: _aligned(len(part))]
+
+    def _whole(
+        self, move: Callable[..., int], word: str, key: Key, piece: _Piece, start: int, memory: memoryview
+    ) -> None:
         """The system may move less than asked."""
-        at, file = piece.offset, self._files[piece.file]
+        at, file = piece.offset + start, self._files[piece.file]
         while memory:
             try:
                 count = move(file.own.descriptor, [memory], at)
@@ -212,7 +222,7 @@ class DiskStore(Generic[Key]):
     def _buffer(self) -> memoryview:
         """This thread's, page-aligned."""
         if not hasattr(self._buffers, "memory"):
-            self._buffers.memory = memoryview(mmap.mmap(-1, PIECE_BYTES))
+            self._buffers.memory = memoryview(mmap.mmap(-1, BUFFER_BYTES))
         memory: memoryview = self._buffers.memory
         return memory
 
@@ -223,7 +233,3 @@ def _aligned(size: int) -> int:
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
-def _may_pass(memory: memoryview) -> bool:
-    return len(memory) % ALIGN_BYTES == 0 and np.frombuffer(memory, np.uint8).ctypes.data % ALIGN_BYTES == 0

@@ -58,7 +58,7 @@ class Arena:
         self.backend = backend
         self.slabs = HostSlabs(plan, backend)
         self.payloads = GpuPayloads(plan.layout, backend, rank)
-        self.disks = DiskPayloads(plan, disks)
+        self.disks = DiskPayloads(plan, disks, self.slabs)
         self._stores: dict[Place, GpuPayloads | HostSlabs | DiskPayloads] = {
             Place.GPU: self.payloads,
             Place.HOST: self.slabs,
@@ -146,6 +146,8 @@ class Arena:
         """Raises PlanError if it has memory already or the place would exceed its budget, OutOfMemory (nothing changed)
         if the accelerator refuses."""
         ledger = self._ledger
+        if place is Place.HOST:
+            self.disks.close_windows()
         with self._lock:
             size = ledger.claim(chunk, list_name, place)
         store = self._stores[place]

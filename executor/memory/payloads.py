@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
-from collections import OrderedDict
+import weakref
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -149,6 +151,7 @@ class HostSlabs:
         self._in_pool: dict[tuple[int, str], tuple[int, int]] = {}  # payload -> (room, first byte)
         self._lock = threading.Lock()
         self._read_by: list[Any] = []  # events behind copies to the gpu out of what was given back
+        self._given_back: deque[tuple[int, int, int]] = deque()  # of what was lent, in any thread
 
     def allocate(self) -> None:
         """See `Arena.allocate_slabs`."""
@@ -198,6 +201,21 @@ class HostSlabs:
                 memory = self._rooms[room][first : first + size]
                 self._payloads[key] = memory.view(dtype_of(self.plan.layout, chunk, list_name))
 
+    def lend(self, size_bytes: int) -> torch.Tensor | None:
+        """uint8 [size_bytes] of the pool until its last view is gone; None without room."""
+        with self._lock:
+            self._wait_for_copies()
+            if not self._pool.has(size_bytes):
+                return None
+            room, first = self._pool.take(size_bytes)
+            slab = self._rooms[room]
+        memory = (ctypes.c_ubyte * size_bytes).from_address(slab.data_ptr() + first)
+        back = weakref.finalize(
+            memory, lambda *given: self._given_back.append(given[:3]), room, first, size_bytes, slab
+        )
+        back.atexit = False
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
     def give(self, chunk: int, list_name: str) -> None:
         key = (chunk, list_name)
         with self._lock:
@@ -209,7 +227,9 @@ class HostSlabs:
                 self._pool.give(*self._in_pool.pop(key), self.plan.layout.payload_bytes(chunk, list_name))
 
     def _wait_for_copies(self) -> None:
-        """They may still read what the pool has given back."""
+        """They may still read what was given back to the pool."""
+        while self._given_back:
+            self._pool.give(*self._given_back.popleft())
         for event in self._read_by:
             assert self.backend.streams is not None
             self.backend.streams.synchronize(event)
@@ -232,15 +252,16 @@ class DiskPayloads:
     folders: None where the plan keeps nothing on disks.
 
     [Note: windows] A step reads or writes a whole list; other code wants views of single tensors. `at` gives it a
-    window: the whole list, read into host memory. One whose checksum has changed is written when it leaves, for another
-    or before the next step. Nothing but steps moves while steps run, so no view outlives its window.
+    window: the whole list, read into the pool. One whose checksum has changed is written when it leaves, for another or
+    before a step. Nothing but steps moves while steps run, and nobody uses more than `WINDOWS` at once.
     """
 
     WINDOWS = 3
 
-    def __init__(self, plan: Plan, folders: DiskFolders | None) -> None:
+    def __init__(self, plan: Plan, folders: DiskFolders | None, slabs: HostSlabs) -> None:
         self.plan = plan
         self.folders = folders
+        self._slabs = slabs
         self._store: DiskStore[tuple[int, str]] | None = None
         self._windows: OrderedDict[tuple[int, str], torch.Tensor] = OrderedDict()
         self._lock = threading.RLock()
@@ -268,10 +289,11 @@ class DiskPayloads:
         key = (chunk, list_name)
         with self._lock:
             if key not in self._windows:
-                while len(self._windows) >= self.WINDOWS:
+                size = self.plan.layout.payload_bytes(chunk, list_name)
+                while (memory := self._slabs.lend(size)) is None and len(self._windows) >= self.WINDOWS:
                     self._leave(next(iter(self._windows)))
-                layout = self.plan.layout
-                window = torch.empty(numel_of(layout, chunk, list_name), dtype=dtype_of(layout, chunk, list_name))
+                memory = self._slabs.backend.host_slab(size) if memory is None else memory
+                window = memory.view(dtype_of(self.plan.layout, chunk, list_name))
                 self._open().read(key, window)
                 self._windows[key] = window
             self._windows.move_to_end(key)

@@ -26,7 +26,7 @@ import xxhash
 
 from pstar_sim.errors import WeightsError
 
-PIECE_BYTES = 16 << 20
+PIECE_BYTES = 4 << 20
 LONGEST_HEADER_BYTES = 100 << 20
 
 _DTYPES = {

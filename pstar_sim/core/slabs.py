@@ -144,10 +144,16 @@ class Pool:
         self._free = [(room, 0, size) for room, size in enumerate(room_bytes)]  # (room, first byte, bytes), ascending
         self.ends = [0] * len(self._free)
 
+    def has(self, size_bytes: int) -> bool:
+        return self._place(_in_pages(size_bytes)) is not None
+
+    def _place(self, size: int) -> int | None:
+        return next((i for i, (_, _, left) in enumerate(self._free) if left >= size), None)
+
     def take(self, size_bytes: int) -> tuple[int, int]:
         """(room, first byte) of the first place with room, else of a new room."""
         size = _in_pages(size_bytes)
-        at = next((i for i, (_, _, left) in enumerate(self._free) if left >= size), None)
+        at = self._place(size)
         if at is None:
             at = len(self._free)
             self._free.append((len(self.ends), 0, max(size, self.more_bytes)))

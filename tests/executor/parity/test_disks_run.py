@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from executor.devices.backend import VirtualBackend
 from executor.disks.folders import DiskFolders
-from executor.memory.payloads import DiskPayloads
+from executor.memory.payloads import DiskPayloads, HostSlabs
+from pstar_sim.core.slabs import pool_key
 from pstar_sim.core.step import Kind, Place, Queue
 from pstar_sim.errors import DiskError, PlanError
 
@@ -165,20 +167,28 @@ def test_a_plan_on_disks_needs_a_folder(kit: Any, start: Callable[..., Any]) -> 
 def test_a_window_stays_until_it_is_written(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = kit.plan_on_disks("mlp", "states=nvme", micro_batches=1, clip=False)
     folders = DiskFolders(folders=[tmp_path])
-    payloads = DiskPayloads(plan, folders)
+    slabs = HostSlabs(plan, VirtualBackend())
+    payloads = DiskPayloads(plan, folders, slabs)
     payloads.allocate()
-    rows = [(row.chunk, row.list) for row in plan.initial if row.place is Place.NVME and row.chunk >= 0][:4]
-
-    payloads.at(*rows[0]).fill_(3)
+    slabs.allocate()
+    rows = sorted((row.chunk, row.list) for row in plan.initial if row.place is Place.NVME and row.chunk >= 0)
+    first = payloads.at(*rows[0]).fill_(3)
+    slab, offset = slabs.room.where[pool_key(0)]
+    assert first.data_ptr() == slabs.slabs[slab].data_ptr() + offset
+    others = list(iter(lambda: slabs.lend(4096), None))
+    assert others
     with monkeypatch.context() as broken:
         broken.setattr(os, "pwritev", full)
         with pytest.raises(DiskError, match="No space left"):
             payloads.close_windows()
         with pytest.raises(DiskError, match="No space left"):
-            for row in rows[1:]:
+            for row in rows[1:4]:
                 payloads.at(*row)
     assert torch.all(payloads.at(*rows[0]) == 3)
     payloads.close_windows()
+    assert slabs.lend(4096) is None  # a view is left
+    assert torch.all(first == 3)
+    del first
     assert torch.all(payloads.at(*rows[0]) == 3)
     payloads.give_all()
     folders.close()
