@@ -15,6 +15,10 @@ straight line: in the middle of 1F1B every micro-batch takes as long.
 The error is predicted / published - 1; its mean is that of its size (MAPE), as vTrain gives its own (8.4 % on one node,
 14.7 % on several). tau is Kendall's rank correlation over the rows of one model and global batch, in the mean.
 
+[Note: scatter] If seconds of a micro-batch are linear in its size, an iteration of m micro-batches of b sequences in p
+stages takes (m + p - 1) (x + y b). With x and y of each layout fitted to its own rows, what is left is what the
+measurements scatter.
+
 [Note: fitted rows] `operator_us` of megatron (catalog/frameworks.toml) had the smallest mean error of the first, third,
 fifth ... row of one node, to a whole microsecond, when sums of gradients were in fp32 and borders of stages were sent
 whole. All others are predicted alone.
@@ -33,8 +37,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 from _results import write_result
 from msgspec import structs
+from scipy.optimize import nnls
 from scipy.stats import kendalltau
 
 from pstar_sim.catalog.catalog import load_catalog
@@ -173,6 +179,40 @@ def _tau(rows: Iterable[Row], predicted: Sequence[float]) -> float:
     return float(statistics.mean(each)) if each else float("nan")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Scatter:
+    """[Note: scatter]
+
+    error: root of the mean square, per degree of freedom.
+    tau: of the fitted seconds.
+    tau_at: that of the published seconds with random errors of that size, in the mean.
+    """
+
+    layouts: int
+    error: float
+    tau: float
+    tau_at: float
+
+
+def scatter(rows: Sequence[Row]) -> Scatter:
+    layouts: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+    for n, row in enumerate(rows):
+        layouts[row.tensor, row.data, row.pipeline].append(n)
+    published = np.array([row.seconds for row in rows])
+    fitted, freedom = published.copy(), 0
+    for places in layouts.values():
+        jobs = [(rows[n].job.micro_batches or 1) + rows[n].pipeline - 1 for n in places]
+        sizes = np.array([[count, count * rows[n].micro_batch] for n, count in zip(places, jobs)])
+        found, _ = nnls(sizes / published[places, None], np.ones(len(places)))
+        fitted[places] = sizes @ found
+        freedom += max(0, len(places) - 2)
+    error = float(np.sqrt(np.sum((fitted / published - 1) ** 2) / freedom))
+    random = np.random.default_rng(0).normal(0, error, (1000, len(rows)))
+    taus = [kendalltau(published, published * np.exp(each)).statistic for each in random]
+    tau = float(kendalltau(published, fitted).statistic)
+    return Scatter(layouts=len(layouts), error=error, tau=tau, tau_at=float(np.mean(taus)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--every", type=int, default=1, metavar="N", help="take every N-th row alone")
@@ -195,6 +235,8 @@ def main() -> None:
                 out_of_scope.append(f"{row}: {error}")
         figures[name] = said = figures_of(kept, predicted)
         print(f"{name}: {said}, {time.process_time() - begin:.0f} s of CPU")
+        if name == "several nodes":
+            print(f"  {scatter(rows)}")
         busy = [n for n, row in enumerate(kept) if row.micro_batch >= 4 and row.tensor <= 2]
         if name == "one node":
             large = figures_of([kept[n] for n in busy], [predicted[n] for n in busy])

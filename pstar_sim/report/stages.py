@@ -10,7 +10,7 @@ from pstar_sim.catalog.machine import Group, Machine
 from pstar_sim.core.figures import BINDS_NAMES
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.plan_set import PlanSet, Split
-from pstar_sim.core.step import Kind
+from pstar_sim.core.step import Kind, Queue
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import CostModel
 from pstar_sim.planner.stages import PlannedStages
@@ -208,8 +208,8 @@ def _of_tensor(plan: Plan, group: Group, sums: Sequence[int]) -> list[str]:
 
 
 def stages_figure(plans: PlanSet, timelines: Sequence[Timeline], *, look: Look = USUAL) -> Figure:
-    """Every stage's queues over one iteration, first above. Compute's bars are cells: a micro-batch's forward or
-    backward, numbered. Less than a pixel is left out.
+    """Every stage's queues over one iteration. Compute's bars are cells: a micro-batch's forward or backward, numbered.
+    Less than a pixel is left out, except what stages send.
 
     Raises PstarError for a size without room.
     """
@@ -226,7 +226,9 @@ def stages_figure(plans: PlanSet, timelines: Sequence[Timeline], *, look: Look =
     for stage, (plan, timeline, rows) in enumerate(zip(plans.plans, timelines, shown)):
         for queue in rows:
             row = len(names)
+            least_s = end_s / 1000 if queue in (Queue.SEND, Queue.RECEIVE) else 0.0
             for begin_s, over_s, name, colour, label in _bars(plan.workload.moments, timeline, queue, origin):
+                over_s = max(over_s, begin_s + least_s)
                 if over_s - begin_s < end_s / 4000:
                     continue
                 ink = "white" if name == "ADAM" else "black"

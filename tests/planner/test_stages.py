@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +45,7 @@ from pstar_sim.policy.family.asynchronous import Asynchronous
 from pstar_sim.policy.family.pins import least_by_pins
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.report.capacity_tables import cheapest_text
-from pstar_sim.report.stages import explain_stages, stages_text
+from pstar_sim.report.stages import explain_stages, stages_figure, stages_text
 from pstar_sim.sim.play import play_stages
 from pstar_sim.testing import round_machine
 from pstar_sim.workload.parallelism import Parallelism
@@ -1290,6 +1291,14 @@ class TestCommands:
         again = tmp_path / "again.json"
         save_set(plans, again)
         assert again.read_bytes() == file.read_bytes()
+
+    def test_the_picture_has_every_transfer(self) -> None:
+        """However short: of 4 micro-batches, and of the table that both stages have."""
+        planned = plan_stages(JOB, load_machine("h100-80x8", gpus=2), "all_on_gpu", Parallelism(pipeline=2))
+        (axes,) = stages_figure(planned.plans, planned.timelines).axes
+        rows = [label.get_text().rpartition(": ")[2] for label in axes.get_yticklabels()]
+        drawn = Counter(rows[round(bar.get_y() + bar.get_height() / 2)] for bar in axes.patches)
+        assert (drawn["sends"], drawn["receives"]) == (2 * 5, 2 * 5)
 
     def test_commands_of_one_plan_refuse_a_pipeline(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         file = tmp_path / "plan.json"
