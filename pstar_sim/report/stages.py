@@ -257,7 +257,7 @@ def stages_figure(plans: PlanSet, timelines: Sequence[Timeline], *, look: Look =
 
 
 def stages_csv(plans: PlanSet, timelines: Sequence[Timeline]) -> str:
-    """All bars of the figure, also those below a pixel."""
+    """All bars."""
     rows: list[Sequence[object]] = [("stage", "queue", "work", "micro_batch", "start_s", "end_s")]
     origin = min(map(steady_start_s, timelines))
     for stage, (plan, timeline) in enumerate(zip(plans.plans, timelines)):
