@@ -1,8 +1,7 @@
 """Lower bound on the seconds of one steady iteration, for every legal schedule of a setting.
 
-It depends on no plan. pinned.py has the closed form for schedules that stream no chunk; joint.py adds streaming, as a
-small linear program; fluid.py is a finer one over time. rank_facts.py says what several ranks add; stash_bound.py and
-disk_bound.py bound stashes and disks alone.
+pinned.py has the closed form for schedules that stream no chunk, joint.py a small linear program, fluid.py a finer one
+over time; rank_facts.py says what several ranks add.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ def lower_bound(
     ranked: each rank's workload, if these differ; `workload` is at least as hard as each.
     costs: of each kind of rank, by default those of workload and machine.
 
-    A workload that does not fit has the bound with nothing pinned.
     """
     barrier = settings.barrier(workload.compute_dtype) is not None
     of_rank = partial(_of_rank, workload, machine, settings, layout, max_pinned=max_pinned, stream=stream)

@@ -15,8 +15,7 @@ points is valid. Rows:
   gpu, and gradient sums.
 - adds on the gpu make their intervals longer, if gradients add up there (and U > 2).
 - the life of a chunk updated on the CPU: gradient waits -> on the host -> updated on the host -> waits on the gpu ->
-  read. The life of states: come -> update -> go. Stocks are cyclic. The stocks of one life add up to the chunks' bytes
-  at the cut.
+  read. The life of states: come -> update -> go. The stocks of one life add up to the chunks' bytes at the cut.
 - stashes: a stash goes down between the moment that makes it and the moment after which it is not counted, and comes up
   between the moment from which it is counted again and the moment that needs it.
 - identity: stocks do not know whose bytes they are. Of the chunks up to j, by first read, the copies and updates
@@ -38,8 +37,6 @@ host adds the last gradient after that gradient's moment, without clipping insid
 
 One micro-batch stands for all but the first and the last three ([Note: alike micro-batches] of fluid_facts.py), so the
 program does not grow with their number.
-
-The bound is the value that the dual solution proves (linear.py), or the joint bound (joint.py) if that is larger.
 """
 
 from __future__ import annotations
@@ -75,8 +72,8 @@ def fluid_bound(
     ranked: Sequence[Workload] | None = None,
     most_points: int = MOST_POINTS,
 ) -> Bound:
-    """The larger of the joint bound and that of [Note: the fluid program]; `notes` say if HiGHS fails. On several ranks
-    the largest of any kind counts; collectives are in the joint bound alone.
+    """The larger of the joint bound and that of [Note: the fluid program], of any kind of rank; `notes` say if HiGHS
+    fails.
 
     ranked: as for `lower_bound`.
     """
@@ -90,7 +87,14 @@ def fluid_bound(
     for cost in costs:
         try:
             facts = FluidFacts(
-                short, machine, layout, cost, dram_bytes_per_s=dram, most_points=most_points, times=times
+                short,
+                machine,
+                layout,
+                cost,
+                dram_bytes_per_s=dram,
+                most_points=most_points,
+                times=times,
+                sums_first=settings.clip,
             )
             fluid = _FluidProgram(facts, settings, far_s=FAR * joint.seconds)
             found = fluid.lp.solve(method="ipx", most_steps=MOST_STEPS)
@@ -150,15 +154,22 @@ class _FluidProgram:
         self.sums_down = self.sums_up = self.adds = self.early_down = self.gpu_adds = Expression.zero(n)
         # Per chunk: the part of Adam on the gpu whose last gradient is added on the host, too.
         self.whole = Expression.zero(len(facts.chunks))
+        # Per interval: units of others' slices gathered again; seconds of collectives, and of the stall those that they
+        # leave to updates and adds on the gpu.
+        self.gathered, self.spare = Expression.zero(n), self.stall
+        self.net: _Flow | None = None
+        self.gpu_s = Expression.zero(1)  # of updates and adds there
 
         lp.minimise(self.stall.upto[-1])
+        self._between_reads()
+        if facts.net.each_time_s:
+            self._collectives()
         if facts.batches > 1:
             self._sums()
         self._updated_on_cpu()
         self._identity()
         self._updated_on_gpu()
         self._over_the_border()
-        self._between_reads()
         self._stashes()
         self._rates()
         self._totals()
@@ -257,14 +268,15 @@ class _FluidProgram:
         self._window(self.gradients_down, cpu, begin, facts.first_at)
         self._window(self.adam, cpu, update, facts.first_at)
         self._window(self.params_up, cpu, update, facts.first_at)
+        self._between(cpu)
         # The compute queue does an iteration's updates before the first moment of the next iteration ([Note: the cut]).
         self._window(self.streamed_adam, streamed, update, border)
-        self._window(self.stall, gpu_s, update, border)
+        self._window(self.spare, gpu_s, update, border)
         # totals over the iteration
         for flow in (self.gradients_down, self.adam, self.params_up):
             lp.add(flow.upto[-1] == cpu[-1])
         lp.add(self.streamed_adam.upto[-1] == streamed[-1])
-        lp.add(gpu_s[-1] + self._in_all(self.gpu_adds) <= self.stall.upto[-1])
+        self.gpu_s = gpu_s[-1] + self._in_all(self.gpu_adds)
 
     def _final(self) -> Index:
         """For the chunks up to j in the order of first reads, the interval of the earliest of their last gradients."""
@@ -273,12 +285,28 @@ class _FluidProgram:
     def _update(self) -> Index:
         """For the chunks up to j, the first interval in which one may be updated."""
         begin = self._final()
-        return np.full_like(begin, self.facts.end) if self.barrier else begin
+        return np.full_like(begin, self.facts.barrier_at) if self.barrier else begin
 
     def _window(self, flow: _Flow, need: Expression, begin: Index, end: Index) -> None:
         """need <= flow from `begin` to the iteration's end and up to `end` of the next."""
         j = end <= begin
         self.lp.add(need[j] <= flow.upto[-1] - flow.upto[begin[j]] + flow.upto[end[j]])
+
+    def _between(self, cpu: Expression) -> None:
+        """Windows in seconds: an iteration without what lies from a first read to the earliest last gradient."""
+        lp, facts, stall = self.lp, self.facts, self.stall.upto
+        final_s = facts.clock[np.minimum.accumulate(facts.final) + 1]
+        begin = np.maximum(self._final(), facts.first_at)
+        moments_s = final_s - facts.clock[np.array(facts.first)]
+        left = stall[-1] - stall[begin] + stall[facts.first_at] + (facts.compute_s - moments_s)
+        copies = (1 / facts.down, 1 / facts.up)
+        for unit_s in (facts.adam_s, *(copies if facts.duplex else (sum(copies),))):
+            lp.add(cpu * unit_s <= left)
+        if self.net:
+            summed = np.cumsum(facts.size) * facts.sum_unit_s
+            lp.add(left >= summed + np.cumsum(facts.size) * facts.gather_unit_s)
+            if facts.split:
+                lp.add(stall[facts.barrier_at] - stall[self._final()] >= summed + final_s - facts.clock[-1])
 
     def _updated_on_gpu(self) -> None:
         """States come -> update -> go, or are resident. Streamed Adam and adds make the interval longer."""
@@ -288,10 +316,6 @@ class _FluidProgram:
         going = self._stock(states, self.streamed_adam.within - self.states_down)
         resident = lp.variable(most=float(facts.states_room.sum()))
         lp.add(resident == (self.p * facts.states_room).sum())
-        some = facts.states > 0
-        least_s = float((facts.gpu_adam_s[some] / facts.states[some]).min()) if states else 0.0  # per unit of states
-        if states or len(self.gpu_adds.row):
-            lp.add(self.streamed_adam.within * least_s + self.gpu_adds <= self.stall.within)
         self.held += resident + coming + going
 
     def _over_the_border(self) -> None:
@@ -302,24 +326,77 @@ class _FluidProgram:
         absent = self._stock(self.all_units, self.leave - self.back)
         self.lp.add(absent <= there)
         if self.barrier:  # what is absent when the last moment ends is a gradient, which the update needs
-            self.lp.add(absent[facts.end] <= self.back[facts.end])
+            self.lp.add(absent[facts.barrier_at] <= self.back[facts.barrier_at])
         self.held += there - absent
 
     def _between_reads(self) -> None:
         """Chunks stay or are copied again, the longest gaps of a class first."""
+        again = Expression.zero(self.facts.intervals)
+        for gap in self.facts.gaps():
+            again += self._given_up(gap.points, gap.units)
+            if gap.others.any():
+                self.gathered += self._given_up(gap.points, gap.others)
+        self.lp.add(self.again == again)
+
+    def _given_up(self, points: Index, units: Array) -> Expression:
+        """Units that come again, by interval."""
         lp, facts, n = self.lp, self.facts, self.facts.intervals
-        again = Expression.zero(n)
-        for gap in facts.gaps():
-            lies = np.asarray(np.bincount(gap.points, gap.units, minlength=n), dtype=float)
-            given_up = lp.variables(len(gap.points), most=gap.units).gathered(gap.points, n)  # units at each point
-            copied = lp.variables(len(gap.points), most=gap.units).gathered(gap.points, n)  # units, by interval
-            following = given_up[facts.following]
-            if facts.period is not None and lies[facts.period.first]:
-                following = self._next(given_up, float(lies[facts.period.first]))
-            lp.add((given_up - following)[gap.points] <= copied[gap.points])
-            self.held += -given_up + lies
-            again += copied
-        lp.add(self.again == again)
+        lies = np.asarray(np.bincount(points, units, minlength=n), dtype=float)
+        given_up = lp.variables(len(points), most=units).gathered(points, n)  # units at each point
+        again = lp.variables(len(points), most=units).gathered(points, n)
+        following = given_up[facts.following]
+        if facts.period is not None and lies[facts.period.first]:
+            following = self._next(given_up, float(lies[facts.period.first]))
+        lp.add((given_up - following)[points] <= again[points])
+        self.held += -given_up + lies
+        return again
+
+    # -- collectives --
+
+    def _collectives(self) -> None:
+        """[Note: the bound of several ranks]"""
+        lp, facts, net, n = self.lp, self.facts, self.facts.net, self.facts.intervals
+        size = Expression.zero(len(facts.chunks)) + facts.size
+        all_of = np.cumsum(facts.size)
+        sums, gathers = self._flow(self.all_units), self._flow(self.all_units)
+        needed = size.gathered((facts.first_at - 1) % n, n)
+        waiting = self._stock(self.all_units, size.gathered(facts.final_in, n) - sums.within)
+        early = self._stock(self.all_units, gathers.within - needed)
+        self.held += (waiting + early) * facts.beside
+        self._window(gathers, Expression.zero(len(all_of)) + all_of, self._update(), facts.first_at)
+        lp.add(sums.upto[-1] == self.all_units)
+        lp.add(gathers.upto[-1] == self.all_units)
+        first = min(facts.interval_of_end(min(arrivals.values())) for arrivals in facts.arrivals)
+        before = self._flow(self.far_s)  # seconds of sums of all micro-batches but the last
+        if facts.split:
+            begin = self._final()
+            lp.add(sums.upto[facts.barrier_at] - sums.upto[begin] >= all_of)
+            lp.add(before.upto[facts.barrier_at] - before.upto[first] == before.upto[-1])
+        else:
+            self._window(sums, Expression.zero(len(all_of)) + all_of, self._final(), facts.first_at)
+        lp.add(before.upto[-1] == self._sums_before())
+        again = self._flow(self.far_s)
+        lp.add(self.gathered * (net.byte_s * facts.unit) <= again.within)
+        upto, within = (
+            a * facts.sum_unit_s + b * facts.gather_unit_s + c + d
+            for a, b, c, d in zip(*((flow.upto, flow.within) for flow in (sums, gathers, before, again)))
+        )
+        self.net = _Flow(upto=upto, within=within)
+        self.spare = _Flow(upto=self.stall.upto - upto * net.lost, within=self.stall.within - within * net.lost)
+        lp.add(within <= facts.seconds + self.stall.within)
+
+    def _sums_before(self) -> Expression:
+        """Seconds, but for whole sums that wait on the gpu for the next micro-batch."""
+        lp, facts, net = self.lp, self.facts, self.facts.net
+        seconds = Expression.zero(1)
+        for k in facts.begins if net.most_saved_s else ():
+            waits = lp.variable(most=net.most_sums / facts.unit)
+            saved_s = lp.variable(most=net.most_saved_s)
+            lp.add(saved_s <= waits * (net.saves * facts.unit) + net.saved_s)
+            if facts.workload.order.one_by_one:
+                self.held += waits.gathered([k], facts.intervals)
+            seconds += (net.most_saved_s - saved_s) * float(facts.times[k])
+        return seconds
 
     # -- sums of several micro-batches --
 
@@ -521,6 +598,11 @@ class _FluidProgram:
         else:
             lp.add(up + self.stash_up + down + self.stash_down <= seconds)
         lp.add(self.adam.within * facts.adam_s + self.adds <= seconds)
+        busy, some = self.gpu_adds, facts.states > 0
+        if some.any():
+            busy += self.streamed_adam.within * float((facts.gpu_adam_s[some] / facts.states[some]).min())
+        if len(busy.row) or self.net:
+            lp.add(busy <= self.spare.within)
         moved = self.params_up.within + self.again + self.back + self.states_up + self.sums_up
         moved += self.gradients_down.within + self.early_down + self.leave + self.states_down + self.sums_down
         moved += self.adam.within * facts.adam_traffic + self.adds * facts.add_traffic + self.stash_traffic
@@ -544,6 +626,9 @@ class _FluidProgram:
         else:
             lp.add(up + down <= seconds)
         lp.add((self.on_cpu * adam_s).sum() + self._in_all(self.adds) <= seconds)
+        lp.add(self.gpu_s + facts.net_own_s * facts.net.lost <= self.spare.upto[-1])
+        if self.net:
+            lp.add(self.net.upto[-1] + facts.net_own_s <= seconds)
 
     # -- the answer --
 

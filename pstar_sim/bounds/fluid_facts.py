@@ -21,6 +21,7 @@ import numpy as np
 
 from pstar_sim.bounds.bound_facts import Array, rate_with_latency
 from pstar_sim.bounds.linear import Index
+from pstar_sim.bounds.rank_facts import NetFacts
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout
 from pstar_sim.cost import CostModel
@@ -60,10 +61,11 @@ def shortened(workload: Workload, layout: Layout, most_points: int) -> tuple[Wor
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """Unread between two reads, of all chunks of a class, at each point, kept or not."""
+    """Unread between two reads, of all chunks of a class, at each point, kept or not; and others' slices of them."""
 
     points: Index
     units: Array
+    others: Array
 
 
 class FluidFacts:
@@ -86,23 +88,28 @@ class FluidFacts:
         dram_bytes_per_s: float,
         most_points: int,
         times: int = 1,
+        sums_first: bool = False,
     ) -> None:
+        """sums_first: no update begins before all ranks' sums."""
         self.workload, self.layout, self.cost = workload, layout, cost
         self.job = job = facts_of(workload, layout)
         self.chunks = sorted(job.trained, key=lambda c: (job.reads[c][0], c))
         self.shown = workload.micro_batches if job.every_batch else 1
         self.batches = self.shown + times - 1
+        self.net = NetFacts(job, cost, [0.0] * (self.batches - 1))
+        self.split = sums_first and self.net.each_time_s > 0
         self._points(most_points, times)
         self._sizes(machine)
         self._lives()
         self._speeds(dram_bytes_per_s)
+        self._collectives()
 
     def _points(self, most: int, times: int) -> None:
         """One for each run of moments that read the same chunks, at the highest tide; above `most`, one of every n:
         that with the most bytes of tide and chunks read. Each micro-batch begins with a point."""
         w, sets = self.workload, self.job.read_in
         batch = [m.micro_batch for m in w.moments]
-        edges = [batch.index(number) for number in range(1, self.shown)]
+        self.edges = edges = [batch.index(number) for number in range(1, self.shown)]
         points, begin = [0, *edges], 0
         for m in range(1, len(sets) + 1):
             if m == len(sets) or sets[m] != sets[begin]:
@@ -115,10 +122,12 @@ class FluidFacts:
             points = sorted({0, *edges, *(max(group, key=self._needed_bytes) for group in groups)})
         self.points = points
         self.end = len(points)
-        self.intervals = len(points) + 1
+        self.barrier_at = self.end + self.split
+        self.intervals = self.barrier_at + 1
         self.following: Index = (np.arange(self.intervals) + 1) % self.intervals
-        clock = np.concatenate(([0.0], np.cumsum(self.cost.moments_s)))
-        self.seconds: Array = np.append(np.diff(clock[[*points, -1]]), 0.0)  # per interval
+        self.clock = clock = np.concatenate(([0.0], np.cumsum(self.cost.moments_s)))
+        rest = np.zeros(self.intervals - self.end)
+        self.seconds: Array = np.concatenate((np.diff(clock[[*points, -1]]), rest))  # per interval
         self.times: Array = np.ones(self.intervals)
         self.period: Period | None = None
         if times > 1:
@@ -145,8 +154,8 @@ class FluidFacts:
         self.sums: Array = self.params * np.array(widths, dtype=float) / self.unit  # of gradients, unpadded too
         self.states_room: Array = np.array([layout.states_bytes(c) for c in self.chunks], dtype=float) / self.unit
         tide = [w.moments[m].peak_bytes for m in self.points]
-        at_end = min(w.moments[-1].peak_bytes, w.moments[0].peak_bytes)
-        self.room: Array = (machine.gpu_budget_bytes - np.array([*tide, at_end], dtype=float)) / self.unit
+        at_end = [min(w.moments[-1].peak_bytes, w.moments[0].peak_bytes)] * (self.intervals - self.end)
+        self.room: Array = (machine.gpu_budget_bytes - np.array([*tide, *at_end], dtype=float)) / self.unit
 
     def _lives(self) -> None:
         job, chunks = self.job, self.chunks
@@ -192,6 +201,23 @@ class FluidFacts:
             for m, seconds in at.items()
         ]
 
+    def _collectives(self) -> None:
+        """others, beside: units of others' slices, of each chunk and least per own unit.
+        begins: point at the begin of each micro-batch but the first.
+        """
+        net, order = self.net, [self.job.trained.index(c) for c in self.chunks]
+        self.others = {c: size / self.unit for c, size in net.others.items()}
+        self.sum_s, self.gather_s = net.reduce_s[order], net.gather_s[order]
+        some = self.size > 0
+        others = np.array([self.others[c] for c in self.chunks], dtype=float)
+        self.sum_unit_s, self.gather_unit_s, self.beside = (
+            float((figures[some] / self.size[some]).min()) if some.any() else 0.0
+            for figures in (self.sum_s, self.gather_s, others)
+        )
+        units = float(self.size.sum())
+        self.net_own_s = float((self.sum_s + self.gather_s).sum()) - units * (self.sum_unit_s + self.gather_unit_s)
+        self.begins = [self.points.index(m) for m in self.edges]
+
     def interval_of_end(self, moment: int) -> int:
         return bisect_right(self.points, moment) - 1
 
@@ -223,10 +249,10 @@ class FluidFacts:
         micro-batch to the next form one class: either one gap begins where the other has ended, or the rows of both are
         added up."""
         w = self.workload
-        classes: dict[tuple[object, ...], dict[int, float]] = {}
+        classes: dict[tuple[object, ...], dict[int, Array]] = {}
 
-        def lies(key: tuple[object, ...], points: Iterable[int], units: float) -> None:
-            at = classes.setdefault(key, {})
+        def lies(key: tuple[object, ...], points: Iterable[int], c: int) -> None:
+            at, units = classes.setdefault(key, {}), np.array([self.payload[c], self.others[c]])
             for k in points:
                 at[k] = at.get(k, 0.0) + units
 
@@ -236,12 +262,13 @@ class FluidFacts:
                 x, y = w.moments[a], w.moments[b]
                 over = self.period is not None and x.micro_batch != y.micro_batch
                 where = ("next",) if over else (x.micro_batch, y.micro_batch)
-                lies((*where, x.phase, y.phase), self.inside(a, b), self.payload[c])
+                lies((*where, x.phase, y.phase), self.inside(a, b), c)
             if c not in trained:
                 behind = range(bisect_right(self.points, moments[-1]), self.intervals)
-                lies(("border",), (*behind, *self.inside(-1, moments[0])), self.payload[c])
+                lies(("border",), (*behind, *self.inside(-1, moments[0])), c)
         return [
-            Gap(points=np.array(list(at), dtype=np.intp), units=np.array(list(at.values()), dtype=float))
+            Gap(points=np.array(list(at), dtype=np.intp), units=units, others=others)
             for at in classes.values()
             if at
+            for units, others in [np.array(list(at.values())).T]
         ]

@@ -51,9 +51,8 @@ schedule satisfies:
 - link, dram: as in pinned.py, of these bytes. The latency of a copy counts per byte, as in the largest list of any
   copy.
 
-The least T is a linear program, but for windows whose chunks may all be updated on the gpu (params(J_j) <= s), which
-bound nothing. Without windows it is convex in s, and their term only falls with s, so the best s lies where the two
-meet. `_best_windows` finds by halving which windows hold there.
+Windows whose chunks may all be updated on the gpu (params(J_j) <= s) bound nothing. Without windows T is convex in s,
+and their term only falls with s, so the best s lies where the two meet; `_best_windows` finds it by halving.
 """
 
 from __future__ import annotations
@@ -124,8 +123,8 @@ class _Solved:
 
 
 def _best_windows(job: _JointFacts) -> _Solved:
-    """The best s lies in one [ends[k], ends[k + 1]]: the program is solved with the windows of k and s >= ends[k]; an s
-    beyond ends[k + 1] means further up, one stopped by ends[k] here or further down."""
+    """Solved with the windows of k and s >= ends[k]: an s beyond ends[k + 1] means further up, one stopped by ends[k]
+    here or further down."""
     ends = job.ends
     best = _JointProgram(job, float(ends[0])).solve()
     low = 0

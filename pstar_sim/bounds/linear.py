@@ -1,13 +1,11 @@
 """Linear programs of expressions, solved with HiGHS, with a safe lower bound of the optimum.
 
 [Note: expressions] `program.variables(n, most=...)` is a block of n variables. An `Expression` is a block of rows.
-Arithmetic goes row by row, as in numpy, with broadcasting: `2 * a - b[1:] + limits`. (highspy's have one object per
-row: too slow for ten thousand rows.)
+Arithmetic goes row by row, as in numpy, with broadcasting: `2 * a - b[1:] + limits`.
 
-[Note: what the dual proves] A solver's optimum is right up to some tolerance, which is not enough for a certificate. So
-the reported value is the one that its dual solution proves. For min c.v, A v <= b, E v = d, 0 <= v <= u and any
-multipliers p >= 0 and q, c.v >= -p.b - q.d + sum_j min(0, r_j u_j) with r = c + A'p + E'q for every feasible v. With
-the solver's own multipliers this bound equals the solver's optimum up to rounding; with any others it still holds.
+[Note: what the dual proves] A solver's optimum is right up to some tolerance, so the reported value is the one that its
+dual solution proves. For min c.v, A v <= b, E v = d, 0 <= v <= u and any multipliers p >= 0 and q, c.v >= -p.b - q.d +
+sum_j min(0, r_j u_j) with r = c + A'p + E'q for every feasible v.
 """
 
 from __future__ import annotations

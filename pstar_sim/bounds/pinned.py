@@ -39,8 +39,7 @@ layer-major iteration turns once, from its last forward to its first backward.
 stay on the gpu: it may go down and come up between two backward passes, or be made on the host.
 
 The bound is the least over x of the largest term, exact because terms are linear between the points where a window is
-pinned entirely or a turn begins to overflow. It leaves out what only makes real schedules slower: latencies (except in
-"shortest copy"), padding, whole chunks, accumulation on the host and loss of overlap.
+pinned entirely or a turn begins to overflow.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 kinds of ranks (GPU, link and workload). A rank's lists are its slices, 1/P of each chunk, and its CPU Adam, its copies
 and its states are those of the slices. With L ranks per node, a rank has 1/L of the cores and of host DRAM. If all
 ranks do the same at the same time, a PCIe switch passes each of them an equal part; otherwise the link counts as
-unshared. Every row of pinned.py, joint.py and fluid.py holds for the slices. In addition:
+unshared. Every row of pinned.py, joint.py and fluid.py holds for the slices. Also:
 
 - A moment reads whole chunks. So K_t, and the bytes read again behind a turn, count all slices; one without room is
   copied up again (this rank's) or gathered again.
@@ -23,6 +23,11 @@ unshared. Every row of pinned.py, joint.py and fluid.py holds for the slices. In
   collectives] in core/rules.py). So of the seconds of the collectives the part 1 - 1 / compute_while_net is lost to
   compute: T >= compute + that part of net. A machine with other measured factors has no such term.
 - clipping: no update begins before all sums.
+
+Over time (fluid.py): in N seconds of collectives compute gets N / compute_while_net done, so an interval's moments,
+updates and adds on the GPU take at most its seconds less lost N. Others' slices lie on the GPU from a last gradient to
+its sum, from a gather to the first read, and between two reads or are gathered again. With clipping a point behind the
+last moment parts sums from updates.
 
 A layout that is not sliced (plain data parallelism) has no gathers of parameters: each last gradient is summed and
 gathered at least once per iteration, and a rank updates whole chunks. As in the model, collectives slow down no copy.

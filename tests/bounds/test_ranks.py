@@ -53,6 +53,18 @@ def test_three_layers_that_fit(settings: Settings, peer_s: float, slower: float,
     assert "sliced over 2 GPUs" in relative_to(w, m, settings, layout)
 
 
+def test_what_compute_loses_before_a_barrier_adds_up_with_copies_behind_it() -> None:
+    """As above, with 8 MiB per GPU: the 18 MiB of states come and go in 3 s per 9 MiB. Sums of 3 s, of which compute
+    loses 0.8, come before the barrier, and beside own slices of three gradients 5 MiB of states at most."""
+    w = chain_workload(3, MIB, forward_s=1.0)
+    m = two(peer_bytes_per_s=float(MIB), gpu_memory_bytes=8 * MIB, adam_params_per_s=1.0, h2d_bytes_per_s=3 * MIB)
+    m = replace(m, slowdowns={BY_COLLECTIVES: 5.0})
+    job = (w, m, CLIP, build_layout(w, ranks=2))
+    fluid = fluid_bound(*job)
+    assert 9 + 0.8 * 3 + (18 - 5) / 3 <= fluid.seconds <= play(find_policy("optimal")(w, m, CLIP)).iteration_s
+    assert lower_bound(*job).seconds == pytest.approx(9 + 1.5 + 0.8 * 6)
+
+
 def test_whole_chunks_on_each_rank() -> None:
     """Plain data parallelism: the last gradient is summed and gathered in 2 s, and the update takes 1 s: 12 s."""
     w = chain_workload(3, MIB, forward_s=1.0)
