@@ -82,6 +82,15 @@ class Asynchronous:
         self._remember(chosen)
         return self._emit(chosen, attempts, most, bound_s)
 
+    @without_garbage_collection()
+    def first_s(self) -> float:
+        """Seconds of the first attempt of `plan`. Raises DoesNotFit."""
+        check_gpu(self.job)
+        best, _, _ = self._scan()
+        if (refusal := self._refusal(best)) is not None:
+            raise refusal
+        return self._attempt(best).iteration_s
+
     def _search(self, best: int, most: int, bound_s: float) -> list[Attempt]:
         """With the closed form's number of pins, with none and with all; neighbours if `choose` finds an iteration
         clearly slower than that predicts."""

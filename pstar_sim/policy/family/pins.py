@@ -11,7 +11,7 @@ does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from pstar_sim.core.step import Kind
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.passes import gradient_rows
-from pstar_sim.workload.workload import Phase
 
 Array = NDArray[np.float64]
 
@@ -87,52 +86,6 @@ def iteration_bounds(facts: PinFacts, most: int) -> Array:
     refetched = np.maximum(0.0, moving - np.maximum(0.0, left)) * facts.gaps
     np.maximum(bounds, (moving + refetched) * rate, out=bounds)
     return np.asarray(bounds[: most + 1], dtype=np.float64)
-
-
-def least_by_pins(job: Job) -> Array:
-    """As `iteration_bounds`, but no plan that only pins is faster: copies and gathers again where a turn between passes
-    has no room, and what collectives slow down."""
-    most, facts, cost, layout = most_pins_of(job), pin_facts(job), job.cost, job.layout
-    bounds = iteration_bounds(replace(facts, gaps=0), most)
-    if not facts.first:
-        return bounds
-
-    def upto(row: Sequence[float] | Array) -> Array:
-        return np.concatenate(([0.0], np.cumsum(row)))[: most + 1]
-
-    held, moved = upto(facts.pinned_bytes), upto(facts.working_bytes)
-    moving, up_s = float(np.sum(facts.working_bytes)), float(np.sum(facts.up_s))
-    again = _without_room(moving - moved, _room_of_turns(job) - held)
-    np.maximum(bounds, (moving - moved + again) * (up_s / moving), out=bounds)
-    compute_s, updates_s = float(np.sum(facts.moments_s)), upto(np.add(facts.gpu_adam_s, facts.gpu_add_s))
-    net_s = np.zeros(most + 1)
-    if job.ranks > 1:
-        gathers_s = {c: cost.collective_s(layout.whole_bytes(c), c) for c in job.moving}
-        sums_s = sum(len(job.uses.spans[c]) * cost.reduce_s(layout.whole_bytes(c), c) for c in job.candidates)
-        byte_s = min(gathers_s[c] / max(1, job.remote[c]) for c in job.moving)
-        others = float(sum(job.remote[c] for c in job.moving))
-        again = _without_room(np.full(most + 1, others), _room_of_turns(job, job.remote) - held)
-        net_s = sums_s + sum(gathers_s.values()) + again * byte_s
-    lost = 1 - 1 / cost.rates().compute_while_net
-    return np.asarray(np.maximum(bounds, compute_s + updates_s + lost * net_s))
-
-
-def _room_of_turns(job: Job, beside: Sequence[int] | None = None) -> Array:
-    """Of shape (turns, 1).
-
-    beside: of chunks, what `_room` counts where they are needed.
-    """
-    moments = job.workload.moments
-    room = np.array(_room(job), dtype=float)
-    if beside is not None:
-        room += [sum(beside[c] for c in block.chunks) for block in job.blocks]
-    passes = [(moments[b.first].micro_batch, moments[b.first].phase is Phase.FWD) for b in job.blocks[:-1]]
-    turns = [n for n in range(1, len(passes)) if passes[n] != passes[n - 1]]
-    return np.asarray(np.minimum(room[turns], room[np.subtract(turns, 1)])[:, None])
-
-
-def _without_room(needed: Array, room: Array) -> Array:
-    return np.asarray(np.maximum(0.0, needed - np.maximum(0.0, room)).sum(axis=0))
 
 
 def _windows(
