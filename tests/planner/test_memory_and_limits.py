@@ -500,7 +500,7 @@ def test_models_that_presets_cannot_write_under_autocast_are_left_out() -> None:
 
 def test_models_without_the_modules_of_an_adapter_are_left_out() -> None:
     """Of larger models that have room, those of GPT have no q_proj, and the others one table for head and embedding."""
-    m = ps.machine("rtx4090", gpu_memory="10GB")
+    m = ps.machine("rtx4090", gpu_memory="10GB", host_memory="16GB")
     given = {"batch": 1, "seq": 64, "like": "llama-2-7b", "policies": ["all_on_gpu"]}
     answer = max_model(m, **given, lora="r=8,targets=q_proj,save=lm_head")  # type: ignore[arg-type]
     assert answer["all_on_gpu"].catalog_model == "qwen-1.8b"

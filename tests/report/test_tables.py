@@ -56,7 +56,8 @@ def answers() -> Mapping[str, Text]:
     best = compared.best()
     ablated = ablate(w, m, policy="tide")
     fit = fits(w, m, policies=policies)
-    deepest = max_model(m, batch=4, seq=256, like="gpt2-medium", policies=["zero_offload"])
+    little = ps.machine("v100-32", gpu_memory="2.5GB", host_memory="24GB")  # has room for few models of the catalog
+    deepest = max_model(little, batch=4, seq=256, like="gpt2-medium", policies=["zero_offload"])
     largest = max_batch(m, lambda b: ps.preset("gpt2", batch=b, seq=256, dtype="fp16"), policies=["zero_offload"])
     priced = [load_machine(name, overrides=["price=3.25"]) for name in ("v100-16", "a100-40")]
     offers = cheapest("gpt2", tokens=1e9, batch=8, seq=256, machines=priced, policies=["all_on_gpu"])

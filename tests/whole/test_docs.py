@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import re
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -49,16 +48,16 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def pages(site: Path) -> Iterator[tuple[Path, Page]]:
-    for path in sorted(site.rglob("*.html")):
-        yield path, Page(path)
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[Path, Page]:
+    return {path: Page(path) for path in sorted(site.rglob("*.html"))}
 
 
-def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+def test_nothing_is_loaded_from_elsewhere(site: Path, pages: dict[Path, Page]) -> None:
     far = re.compile(r"(?:https?:)?//")
     loaded = [
         f"{path.relative_to(site)}: {attrs[key]}"
-        for path, page in pages(site)
+        for path, page in pages.items()
         for tag, attrs in page.elements
         for key in LOADS.get(tag, ())
         if far.match(attrs.get(key, "")) and not (tag == "link" and attrs.get("rel") == "canonical")
@@ -68,9 +67,9 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
     assert not [found for path in site.rglob("*.css") for found in imported.findall(path.read_text(encoding="utf-8"))]
 
 
-def test_every_link_and_anchor_of_the_site_leads_somewhere(site: Path) -> None:
+def test_every_link_and_anchor_of_the_site_leads_somewhere(site: Path, pages: dict[Path, Page]) -> None:
     """Those of the finished pages, menus and copied files included; links to other sites are not looked at."""
-    known = {path.resolve(): page for path, page in pages(site)}
+    known = {path.resolve(): page for path, page in pages.items()}
     missing = []
     for path, page in known.items():
         if path.name == "404.html":  # its links begin at the root of a server
@@ -120,9 +119,9 @@ def test_every_command_and_every_public_name_has_its_place_in_the_reference(
         assert len(names) > len(written)
 
 
-def test_commands_can_be_copied_and_pictures_have_a_dark_form(site: Path) -> None:
+def test_commands_can_be_copied_and_pictures_have_a_dark_form(site: Path, pages: dict[Path, Page]) -> None:
     """A block that is copied has no prompt; a name is not broken."""
-    shown = [attrs for _, page in pages(site) for tag, attrs in page.elements if tag == "img" and "class" in attrs]
+    shown = [attrs for page in pages.values() for tag, attrs in page.elements if tag == "img" and "class" in attrs]
     light, dark = ([a["src"] for a in shown if a["class"] == form] for form in ("on-light", "on-dark"))
     assert len(light) > 15 and dark == [src.replace("images/", "images/dark/") for src in light]
     text = (site / "how-to" / "plan-for-my-machine.html").read_text(encoding="utf-8")

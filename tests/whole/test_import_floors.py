@@ -83,13 +83,14 @@ def module_of(path: Path) -> str:
 
 def named_in(tree: ast.AST, package: str) -> Iterable[str]:
     """Every dotted name that an import or a string outside docstrings could mean."""
+    nodes = [*ast.walk(tree)]
     prose = {
         id(node.body[0].value)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
         and isinstance(node.body[0] if node.body else None, ast.Expr)
     }
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom):

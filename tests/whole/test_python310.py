@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from enum import Enum
 from pathlib import Path
@@ -32,12 +33,15 @@ NEWER = {
 MODULES = {"tomllib", "wsgiref.types"}
 BUILTINS = {"BaseExceptionGroup", "ExceptionGroup"}
 METHODS = {"add_note"}
+ANY_OF_THEM = re.compile("|".join(set().union(*NEWER.values(), MODULES, BUILTINS, METHODS)))
 
 
 def newer_names(path: Path) -> list[str]:
     """What 3.10 lacks of what the file uses. Raises SyntaxError for grammar that 3.10 does not know."""
-    found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 10))):
+    found: list[str] = []
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text, feature_version=(3, 10))
+    for node in ast.walk(tree) if ANY_OF_THEM.search(text) else ():
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names if alias.name in MODULES]
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
