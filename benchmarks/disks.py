@@ -1,5 +1,5 @@
 """Predicted against measured iteration time of plans on disks, how much of the disks' time compute hides, and what the
-process takes beside the planned host peak.
+process takes beside what a plan counts on the host.
 
 Rates of this machine and of the folder are measured, a warm-up is recorded, and three policies plan for a host with
 room for a third of the states. Each plan runs three times, in turns, several steps each. The measured figure is the
@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from _results import write_result
 
@@ -45,7 +46,10 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import DISK_QUEUES, Queue
 from pstar_sim.core.timeline import Span
 from pstar_sim.planner.compare import play_plan
+from pstar_sim.planner.memory_needs import need_of_plan
 from pstar_sim.policy.registry import find_policy
+from pstar_sim.units import format_bytes
+from pstar_sim.workload.loading import Loading
 
 POLICIES = ("tide", "stronghold", "zero_infinity:params=nvme,states=nvme,subgroup=1000000")
 MODEL = {
@@ -217,12 +221,13 @@ def measure_memory(folder: Path, name: str) -> dict[str, object]:
         "host_budget_bytes": plan.host_budget_bytes,
         "baseline_bytes": watch.baseline_bytes,
         "planned_host_peak_bytes": check_plan(plan).peak_bytes["host"],
+        "host_needed_bytes": need_of_plan(plan, Loading(way="in-place")).host_bytes,
         "planned_gpu_peak_bytes": check_plan(plan).peak_bytes["gpu"],
         **{f"{phase}_bytes": size for phase, size in watch.most_bytes.items()},
     }
 
 
-def memory_rows(folder: Path) -> list[dict[str, object]]:
+def memory_rows(folder: Path) -> list[dict[str, Any]]:
     rows = []
     for number, name in enumerate(MEMORY):
         (at := folder / f"memory{number}").mkdir()
@@ -239,6 +244,7 @@ def memory_rows(folder: Path) -> list[dict[str, object]]:
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--folder", default=".", help="on a disk that O_DIRECT reaches (default: the current folder)")
+    flags.add_argument("--only", choices=("memory", "seconds"), help="leave out the other (default: both)")
     flags.add_argument("--models", help=argparse.SUPPRESS)
     flags.add_argument("--memory", help=argparse.SUPPRESS)
     given = flags.parse_args()
@@ -249,13 +255,14 @@ def main() -> None:
         print(json.dumps(measure_memory(Path(given.folder), given.memory)))
         return
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        memory = memory_rows(Path(folder))
-        rows = measure(Path(folder))
+        memory = [] if given.only == "seconds" else memory_rows(Path(folder))
+        rows = [] if given.only == "memory" else measure(Path(folder))
     for row in memory:
-        sizes = {key: f"{row[f'{key}_bytes'] / 1e6:.1f} MB" for key in ("planned_host_peak", "loading", "training")}  # type: ignore[operator]
+        keys = ("planned_host_peak_bytes", "host_needed_bytes", "loading_bytes", "training_bytes")
+        peak, needed, loading, training = (format_bytes(row[key]) for key in keys)
         print(
-            f"{row['job']}: planned host peak {sizes['planned_host_peak']}; above the baseline, less the device, "
-            f"{sizes['loading']} while loading, {sizes['training']} while training"
+            f"{row['job']}: the plan's host peak is {peak}, with slabs {needed}; above the baseline, less the device, "
+            f"the process takes {loading} while loading, {training} while training"
         )
     for row in rows:
         print(
@@ -263,7 +270,10 @@ def main() -> None:
             f"{', '.join(f'{each:.3f}' for each in row['measured_s'])} s, {row['error']:+.1%}; of the disks' time "  # type: ignore[attr-defined]
             f"{row['hidden_share']:.0%} is hidden, {row['predicted_hidden_share']:.0%} predicted"
         )
-    write_result("disks", {"memory": memory, "runs": rows})
+    if memory:
+        write_result("disks_memory", {"rows": memory})
+    if rows:
+        write_result("disks", {"runs": rows})
 
 
 if __name__ == "__main__":
