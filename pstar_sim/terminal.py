@@ -99,12 +99,12 @@ def table_text(
 ) -> str:
     """By [Note: narrow terminals], figures aligned right.
 
-    keys: first columns, repeated by a second table.
+    keys: least first columns that a second table repeats.
     rule_before: row with a rule above, as above a sum.
     """
     columns = [_column(head.strip(), tuple(row[i] for row in rows)) for i, head in enumerate(heads)]
     lines = wrap(title, width) if title else []
-    blocks = _blocks(columns, width, keys)
+    blocks = _blocks(columns, width, _keys(columns, rows, width, keys))
     for number, block in enumerate(blocks):
         if number:
             where = f" (all side by side on a terminal of {_taken(columns)} columns)" if number == 1 else ""
@@ -116,26 +116,33 @@ def table_text(
 def _column(head: str, cells: tuple[str, ...]) -> _TextColumn:
     words = max((len(word) for word in head.split()), default=0)
     natural = max([words, *map(len, cells)])
-    least = max([words, *(len(word) for cell in cells for word in _words(cell))])
+    least = max([words, *(len(word) for cell in cells for word in unbroken_words(cell))])
     usual = max(least, COMFORTABLE) if natural > PROSE else least
     some = [cell for cell in cells if cell not in FIGURELESS]
     figures = bool(some) and all(_FIGURE.match(cell) for cell in some)
     return _TextColumn(head, cells, max(len(head), natural), natural, usual, least, figures)
 
 
-def _words(cell: str) -> list[str]:
+def unbroken_words(cell: str) -> list[str]:
     return [word.replace("\u00a0", " ") for word in _GLUED.sub("\u00a0", cell).split(" ")]
 
 
 def _fold(cell: str, width: int) -> list[str]:
     lines, line = [], ""
-    for word in _words(cell):
+    for word in unbroken_words(cell):
         joint = f"{line} {word}" if line else word
         if line and len(joint) > width:
             lines.append(line)
             joint = word
         line = joint
     return [*lines, line]
+
+
+def _keys(columns: Sequence[_TextColumn], rows: Sequence[Sequence[str]], width: int, least: int) -> int:
+    """Those that tell rows apart, in half of the width."""
+    apart = (n for n in range(least, len(columns)) if len({tuple(row[:n]) for row in rows}) == len(rows))
+    keys = next(apart, least)
+    return keys if 2 * _taken(columns[:keys]) <= width else least
 
 
 def _blocks(columns: Sequence[_TextColumn], width: int, keys: int) -> list[list[_TextColumn]]:

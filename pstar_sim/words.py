@@ -59,6 +59,7 @@ _MEANT: Mapping[str, tuple[str, ...]] = {
     "nodes are --nodes N": ("nnodes", "numnodes"),
     _KEPT: ("gradientcheckpointing", "activationcheckpointing", "recomputation", "ac"),
     "it is --attention flash (torch's own, the default) or fa2, fa3, fa4": ("flashattention", "flashattn", "sdpa"),
+    "a deadline is --deadline TIME, such as 14d, 36h or 2w": ("days", "hours", "weeks"),
     "the host's memory is --host-memory SIZE": ("ram", "cpumemory", "hostram", "memory"),
     "the GPU's memory is --gpu-memory SIZE": ("vram", "gpuram", "gpumem"),
     "a GPU comes with its machine: --machine NAME (see `pstar machines`)": ("gpu", "device", "gputype"),

@@ -20,6 +20,7 @@ from pstar_sim.arguments import refused
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PstarError
 from pstar_sim.report.byte_curves import CATEGORIES, byte_curves
+from pstar_sim.terminal import unbroken_words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -75,12 +76,12 @@ def styled(name: str) -> Iterator[None]:
 
 
 def broken_at(text: str, points: float, size: float) -> str:
-    """Lines of at most so many points, broken at spaces.
+    """Lines of at most so many points, as a terminal's.
 
     size: of letters.
     """
     lines = [""]
-    for word in text.split():
+    for word in unbroken_words(text):
         longer = f"{lines[-1]} {word}".strip()
         if lines[-1] and _width(longer, size) > points:
             lines.append(word)

@@ -233,6 +233,17 @@ def test_what_gives_way_first_by_hand() -> None:
     ]
 
 
+def test_a_second_table_names_what_tells_its_rows_apart() -> None:
+    heads, rows = (
+        ("machine", "nodes", "iteration", "tokens/s"),
+        [("a100", "1", "2 s", "512"), ("a100", "2", "1 s", "1024")],
+    )
+    lines = table_text(heads, rows, width=32).splitlines()
+    assert lines[-4:] == ["machine  nodes  tokens/s", "─" * 24, "a100         1       512", "a100         2      1024"]
+    # Names that would take more than half of the width are not repeated.
+    assert table_text(heads, rows, width=26).splitlines()[-4] == "machine  tokens/s"
+
+
 def test_figures_and_units_are_not_parted() -> None:
     assert wrap("it needs 12.5 GB and takes 3.2 ms, ± 7 % at most", 11) == [
         "it needs", "  12.5 GB", "  and takes", "  3.2 ms,", "  ± 7 % at", "  most",
