@@ -66,8 +66,10 @@ COLUMNS = (
     "d2h_bytes",
     "expected_error",
     "trust",
+    "way",
 )
-"""Columns of each point's row besides its axes. fits is null if the point makes no sense (reason says why)."""
+"""Columns of each point's row besides its axes. fits is null if the point makes no sense (reason says why); way: the
+fastest of a parallelism."""
 
 _METADATA = b"pstar_sim.sweep"
 
@@ -226,7 +228,7 @@ def _spread(job: Job, machine: Machine, policy: str, settings: Settings, paralle
     answer = compare_stages(job, machine, [policy], ways, left_out=left_out, settings=settings)
     if not answer.rows:
         return {"fits": None, "reason": "; ".join(answer.left_out)}
-    row = asdict(answer.rows[0])
+    row = asdict(answer.rows[0]) | {"way": str(answer.rows[0].way)}
     return row | {name: max(row[name], default=None) for name in ("peak_gpu_bytes", "peak_host_bytes")}
 
 

@@ -1147,10 +1147,14 @@ class TestOtherQuestions:
     def test_a_sweep_over_parallelism(self) -> None:
         grid = {
             "model": "tiny-gpt2", "machine": "a100-40x8", "batch": 8, "seq": 64, "policy": ["all_on_gpu"],
-            "parallel": ["dp=8", "tp=2,sp,dp=4", "pp=3"],
+            "parallel": ["dp=8", "tp=2,sp,dp=4", "pp=3", "auto"],
         }  # fmt: skip
         rows = sweep(grid, jobs=1).rows
-        assert [row["fits"] for row in rows] == [True, True, None]
+        assert [row["fits"] for row in rows] == [True, True, None, True]
+        job, machine = replace(JOB, batch=8, micro_batches=1), load_machine("a100-40x8")
+        ways = [way for way in ways_of(job, machine, "auto")[0] if way.recompute == "all"]
+        best = compare_stages(job, machine, ["all_on_gpu"], ways).rows[0]
+        assert [row["way"] for row in rows] == ["dp=8 8 x 1", "tp=2,sp,dp=4 8 x 1", None, str(best.way)]
         assert "pp=3 is 3 GPUs, and the machine has 8" in str(rows[2]["reason"])
         assert isinstance(rows[1]["peak_gpu_bytes"], int)
         with pytest.raises(PstarError, match="parallel = 'pp=x': parallelism: pp = 'x'"):
