@@ -574,7 +574,7 @@ def test_torch_keeps_memory_of_zero_3_where_it_is_free(
 
 def test_what_does_not_fit_says_what_it_needs_of_both_places() -> None:
     """Given just that, the policy fits; with a byte less of the place that was short it does not."""
-    w, m = preset("8B", batch=4, seq=1024), ps.machine("rtx4090", host_memory="64GB")
+    w, m = preset("1B", batch=4, seq=1024), ps.machine("rtx4090", gpu_memory="6.5GB", host_memory="17GB")
     for row in fits(w, m, policies=["tide", "all_on_gpu", "zero3_offload"], times=False):
         assert not row.fits and row.gpu_needed_bytes is not None and row.host_needed_bytes is not None, row.policy
         left = {"gpu": row.gpu_headroom_bytes, "host": row.host_headroom_bytes}
@@ -591,10 +591,12 @@ def test_what_does_not_fit_says_what_it_needs_of_both_places() -> None:
 
 
 def test_what_is_short_is_what_is_needed_less_what_is_there() -> None:
-    """With 1 GB of GPU zero3_offload is refused before it plans and, given what that lacks, again for what is held when
-    a step runs: the answer names the second figure throughout."""
-    w = preset("8B", batch=2, seq=512)
-    answer = fits(w, ps.machine("rtx4090", gpu_memory="2GB"), policies=["zero3_offload", "zero_infinity"], times=False)
+    """With 0.2 GB of GPU zero3_offload is refused before it plans and, given what that lacks, again for what is held
+    when a step runs: the answer names the second figure throughout."""
+    w = preset("1B", batch=2, seq=512)
+    answer = fits(
+        w, ps.machine("rtx4090", gpu_memory="1.2GB"), policies=["zero3_offload", "zero_infinity"], times=False
+    )
     for row in answer:
         assert row.short_of == "gpu" and row.gpu_needed_bytes is not None
         assert row.short_bytes == row.gpu_needed_bytes - row.gpu_available_bytes

@@ -300,10 +300,11 @@ def test_stages_are_planned_again_with_the_seconds_that_they_waited() -> None:
 def test_policies_of_loops_plan_stages_and_ranks_that_split_layers(node: Machine, policy: str) -> None:
     """One stage runs its micro-batches one after the other, as a loop does; in a pipeline their gradients still arrive
     one after the other."""
-    planned = plan_stages(JOB, node, policy, Parallelism(pipeline=2))
+    little = Settings(effort=0.02)
+    planned = plan_stages(JOB, node, policy, Parallelism(pipeline=2), little)
     assert not any(plan.workload.order.one_by_one for plan in planned.plans.plans)
     assert examine_set(planned.plans)[1] == planned.iteration_s >= planned.lower_bound_s
-    planned = plan_stages(JOB, node, policy, Parallelism(tensor=2))
+    planned = plan_stages(JOB, node, policy, Parallelism(tensor=2), little)
     (plan,) = planned.plans.plans
     assert plan.workload.order.one_by_one and plan.workload.micro_batches == 4
     assert any(m.collectives for m in plan.workload.moments)
@@ -351,7 +352,7 @@ def test_a_policy_slices_what_it_can(node: Machine) -> None:
 @pytest.mark.parametrize("spread", ["dp=8", "dp=4,pp=2"])
 def test_a_policy_that_tries_others_leaves_out_those_that_slice_otherwise(spread: str) -> None:
     """all_on_gpu with slices of states is the fastest here."""
-    job, machine, settings = replace(JOB, batch=8), load_machine("rtx4090x8"), Settings(effort=0.1)
+    job, machine, settings = replace(JOB, batch=8), load_machine("rtx4090x8"), Settings(effort=0.02)
     free = plan_stages(job, machine, "optimal", Parallelism.parse(spread), settings)
     assert "that of all_on_gpu:shard=states" in str(free.plans.plans[0].choices["schedule"])
     bound = plan_stages(job, machine, "optimal", Parallelism.parse(f"{spread},shard=parameters"), settings)
@@ -1213,12 +1214,12 @@ def test_the_first_attempt_is_near_the_plan(node: Machine) -> None:
 
 def test_of_many_micro_batches_the_fastest_way_alone_has_all() -> None:
     """The others' seconds lie on a line, near those of their whole plans, with the same peaks."""
-    job, machine = Job(model="gpt2", batch=1, seq=64, micro_batches=24), load_machine("a100-40x8", gpus=2)
-    ways = [Way(parallelism=Parallelism.parse(text), batch=1, micro_batches=24) for text in ("pp=2", "tp=2")]
+    job, machine = Job(model="gpt2", batch=1, seq=64, micro_batches=12), load_machine("a100-40x8", gpus=2)
+    ways = [Way(parallelism=Parallelism.parse(text), batch=1, micro_batches=12) for text in ("pp=2", "tp=2")]
     found = compare_stages(job, machine, ["all_on_gpu", "tide"], ways, every=True)
     first, *others = found.rows
     assert first.few is None and found.best is not None and found.best.iteration_s == first.iteration_s
-    assert found.best.plans.plans[0].workload.micro_batches == 24
+    assert found.best.plans.plans[0].workload.micro_batches == 12
     assert {row.few for row in others} <= {None, 3, 4} and any(row.few for row in others)
     for row in others:
         way = next(way for way in ways if str(way.parallelism) == row.parallel)
