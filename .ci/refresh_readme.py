@@ -284,6 +284,12 @@ def disks() -> str:
     )
 
 
+def disks_memory() -> str:
+    rows = result("disks_memory")["rows"]
+    beside = sorted((max(row["loading_bytes"], row["training_bytes"]) - row["host_needed_bytes"]) / 1e6 for row in rows)
+    return f"{beside[0]:+.0f} to {beside[-1]:+.0f} MB beside the plan's slabs ({link('disks_memory')})"
+
+
 def overhead() -> str:
     row = next(row for row in result("overhead")["rows"] if row["sequence"] == 128)
     return (
@@ -930,7 +936,7 @@ def _change(part: float, digits: int = 2) -> str:
 PHRASES: Mapping[str, Callable[[], str]] = {
     f.__name__.replace("_", "-"): f
     for f in (
-        accuracy, disks, overhead, event_cost, capture, peers, peers_memory, peers_offloading, semantics, architectures,
+        accuracy, disks, disks_memory, overhead, event_cost, capture, peers, peers_memory, peers_offloading, semantics, architectures,
         interleavings, leaks, reserved, mutations, faults, kills, interrupts, oracle, load_weights, checksums, planning,
         activations, calibrated, tide_bytes, whale, gemm_carried, gemm_seen, frameworks, captured_peaks,
         capture_ratio, forms_choice, forms_order, stages, optimizers, trillion, whale_gains,
