@@ -936,7 +936,8 @@ def _change(part: float, digits: int = 2) -> str:
 PHRASES: Mapping[str, Callable[[], str]] = {
     f.__name__.replace("_", "-"): f
     for f in (
-        accuracy, disks, disks_memory, overhead, event_cost, capture, peers, peers_memory, peers_offloading, semantics, architectures,
+        accuracy, disks, disks_memory, overhead, event_cost, capture, peers, peers_memory, peers_offloading, semantics,
+        architectures,
         interleavings, leaks, reserved, mutations, faults, kills, interrupts, oracle, load_weights, checksums, planning,
         activations, calibrated, tide_bytes, whale, gemm_carried, gemm_seen, frameworks, captured_peaks,
         capture_ratio, forms_choice, forms_order, stages, optimizers, trillion, whale_gains,
