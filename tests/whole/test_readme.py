@@ -58,7 +58,9 @@ IN_SMALL = {
     "pstar sensitivity ": "--policy zero_offload",
     "pstar plan --model 1B --global-batch 8": "--policy zero_offload --global-batch 2",
     "pstar compare --model 1B --batch 2": "--policy zero_offload",
-    "pstar compare --model llama-3.2-3b": "--policy tide",
+    "pstar compare --model llama-3.2-3b": "--policy tide --model llama-3.2-1b",
+    "pstar compare --model bert-large": "--model bert-base --batch 16",
+    "pstar ablate --model 1B": "--policy tide",
     'from matplotlib import pyplot as plt\n\nimport pstar_sim as ps\n\nw = ps.preset("12B"': "1B",
     "pstar run plan.json": "--steps 2",
 }
