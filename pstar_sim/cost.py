@@ -81,8 +81,7 @@ from pstar_sim.workload.workload import (
     product_flops,
 )
 
-_COST = ("cost",)  # key of `Workload.derived`
-_MOMENTS = ("seconds of moments",)
+_COST, _MOMENTS = ("cost",), ("seconds of moments",)  # keys of `Workload.derived`: of the last machine
 
 VERSION = 13
 """Version of the model, by [Note: versions of the model]."""

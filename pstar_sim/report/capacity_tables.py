@@ -126,7 +126,8 @@ def _fit_notes(answer: Fits, *, why: bool) -> Iterator[str]:
     short = {row.short_of for row in answer.rows if row.short_of is not None}
     yield from (row.reason for row in answer.rows if row.reason is not None and (why or row.short_of is None))
     if short and not why:
-        yield "what needs the room, policy by policy: the same command with --why"
+        least = "≥, ≤: only what is short was sought; " if any(map(_is_least, answer.rows)) else ""
+        yield f"{least}what needs the room, policy by policy: the same command with --why"
     if len(answer.rows) > 1 and any(row.policy == "zero3_resident" for row in answer.rows):
         yield "zero3_resident is ZeRO-3 (FSDP) without offloading; `pstar policies` lists the others"
     elsewhere = answer.change is None or answer.change.words.startswith("on ")  # no flag of the job helps
@@ -258,7 +259,7 @@ def _would_fit(row: Fit) -> str:
 
 def _fit_cells(row: Fit, *, best: bool, why: bool) -> tuple[str, ...]:
     seconds = "" if row.iteration_s is None else format_s(row.iteration_s)
-    at_least = not row.fits and None in (row.gpu_needed_bytes, row.host_needed_bytes)
+    at_least = _is_least(row)
     figures = [
         *_needed_and_left(row.gpu_needed_bytes, row.gpu_headroom_bytes, at_least=at_least),
         *_needed_and_left(row.host_needed_bytes, row.host_headroom_bytes, at_least=at_least),
@@ -269,6 +270,10 @@ def _fit_cells(row: Fit, *, best: bool, why: bool) -> tuple[str, ...]:
         figures += [format_size(part) for part in parts]
     fits = "best" if best else "yes" if row.fits else f"no: {row.short_of}" if row.short_of else "no"
     return (row.policy, fits, *(figure or "-" for figure in figures))
+
+
+def _is_least(row: Fit) -> bool:
+    return not row.fits and (row.gpu_needed_bytes is None) != (row.host_needed_bytes is None)
 
 
 def _needed_and_left(needed: int | None, left: int | None, *, at_least: bool) -> tuple[str, str]:

@@ -349,8 +349,8 @@ class Workload:
 
     @cached_property
     def derived(self) -> dict[tuple[object, ...], object]:
-        """What other modules derive once from this workload. A key begins with the name of the value and names all else
-        on which it depends."""
+        """What other modules derive once from this workload. Key, beginning with a name, and value name
+        all on which it depends."""
         return {}
 
     @cached_property

@@ -770,6 +770,7 @@ def test_what_costs_nothing_is_advised_before_memory_and_memory_before_a_card() 
     assert [row.changes for row in quick] == [(), ()] and "with" not in str(quick.rows[0].reason), "one of them fits"
     least, both = quick.rows[0], fits(quick.workload, "t4", policies=["all_on_gpu"], times=False).rows[0]
     assert least.host_needed_bytes is None and 0 < (least.gpu_needed_bytes or 0) <= (both.gpu_needed_bytes or 0)
+    assert "≥, ≤: only what is short was sought" in fits_text(quick)
     assert f"≥ {format_size(least.gpu_needed_bytes)}" in fits_text(quick) and both.host_needed_bytes is not None
 
 
