@@ -293,8 +293,8 @@ class _Waiting:
         if self.every:
             return 0.0
         plain, keeps = closed.way.but(None), closed.way.keeps
-        others = (other for other in self.ways.values() if other.way.but(None) == plain and other.way.keeps < keeps)
-        if any(other.bound_s <= fastest_s for other in others):
+        more = (other for other in self.ways.values() if other.way.keeps < keeps and other.bound_s <= fastest_s)
+        if any(other.way.but(None) == plain and self._least_s(other, fastest_s) <= fastest_s for other in more):
             return inf  # until their waits are known
         room = closed.activation_bytes + closed.model_bytes <= self.room_bytes
         if keeps and plain not in self.waits_s and not room:

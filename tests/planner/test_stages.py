@@ -35,7 +35,7 @@ from pstar_sim.planner.grid import load_grid
 from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.limits import Limit, deeper, max_model
 from pstar_sim.planner.stages import PlannedStages, _with_waits, examine_set, plan_stages, planned_again
-from pstar_sim.planner.stages_compared import compare_stages
+from pstar_sim.planner.stages_compared import _Closed, _Waiting, compare_stages
 from pstar_sim.planner.stages_cut import Cut
 from pstar_sim.planner.stages_degrees import Way, ways_of, ways_to_spread
 from pstar_sim.planner.stages_machines import machine_of_stage
@@ -1092,6 +1092,21 @@ class TestRecomputation:
         assert main(["compare", *job, *where, *few.flags.split(), "--json"]) == 0
         (row,) = json.loads(capsys.readouterr().out)["rows"]
         assert (row["iteration_s"], row["recompute"]) == (few.rows[0].iteration_s, None)
+
+    def test_a_way_that_its_waits_rule_out_holds_no_other_back(self) -> None:
+        """Recomputing attention would take 9.7 s and the 0.6 s that all waits, above the 10 s of tp=4; nothing, 8.6."""
+        bounds_s = {"all": 9.9, "attention": 9.7, "none": 8.0}
+        deep, wide = (
+            Way(parallelism=Parallelism.parse(text), batch=1, micro_batches=4, recompute="all")
+            for text in ("pp=4", "tp=4")
+        )
+        closed = [_Closed(way=deep.but(how), bound_s=bound_s) for how, bound_s in bounds_s.items()]
+        waiting = _Waiting([*closed, _Closed(way=wide, bound_s=9.95)], room_bytes=0, every=False)
+        fastest_s = math.inf
+        for way, seconds in ((deep, 10.5), (wide, 10.0), (deep.but("none"), 8.9)):
+            assert waiting.next_below(fastest_s) == way
+            waiting.planned(way, fastest_s := seconds)
+        assert waiting.next_below(8.9) is None
 
     def test_activations_without_room_are_counted(self) -> None:
         """A GPU that holds a part of what nothing recomputed keeps."""
