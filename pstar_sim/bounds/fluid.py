@@ -268,7 +268,6 @@ class _FluidProgram:
         self._window(self.gradients_down, cpu, begin, facts.first_at)
         self._window(self.adam, cpu, update, facts.first_at)
         self._window(self.params_up, cpu, update, facts.first_at)
-        self._between(cpu)
         # The compute queue does an iteration's updates before the first moment of the next iteration ([Note: the cut]).
         self._window(self.streamed_adam, streamed, update, border)
         self._window(self.spare, gpu_s, update, border)
@@ -291,22 +290,6 @@ class _FluidProgram:
         """need <= flow from `begin` to the iteration's end and up to `end` of the next."""
         j = end <= begin
         self.lp.add(need[j] <= flow.upto[-1] - flow.upto[begin[j]] + flow.upto[end[j]])
-
-    def _between(self, cpu: Expression) -> None:
-        """Windows in seconds: an iteration without what lies from a first read to the earliest last gradient."""
-        lp, facts, stall = self.lp, self.facts, self.stall.upto
-        final_s = facts.clock[np.minimum.accumulate(facts.final) + 1]
-        begin = np.maximum(self._final(), facts.first_at)
-        moments_s = final_s - facts.clock[np.array(facts.first)]
-        left = stall[-1] - stall[begin] + stall[facts.first_at] + (facts.compute_s - moments_s)
-        copies = (1 / facts.down, 1 / facts.up)
-        for unit_s in (facts.adam_s, *(copies if facts.duplex else (sum(copies),))):
-            lp.add(cpu * unit_s <= left)
-        if self.net:
-            summed = np.cumsum(facts.size) * facts.sum_unit_s
-            lp.add(left >= summed + np.cumsum(facts.size) * facts.gather_unit_s)
-            if facts.split:
-                lp.add(stall[facts.barrier_at] - stall[self._final()] >= summed + final_s - facts.clock[-1])
 
     def _updated_on_gpu(self) -> None:
         """States come -> update -> go, or are resident. Streamed Adam and adds make the interval longer."""

@@ -125,7 +125,7 @@ class FluidFacts:
         self.barrier_at = self.end + self.split
         self.intervals = self.barrier_at + 1
         self.following: Index = (np.arange(self.intervals) + 1) % self.intervals
-        self.clock = clock = np.concatenate(([0.0], np.cumsum(self.cost.moments_s)))
+        clock = np.concatenate(([0.0], np.cumsum(self.cost.moments_s)))
         rest = np.zeros(self.intervals - self.end)
         self.seconds: Array = np.concatenate((np.diff(clock[[*points, -1]]), rest))  # per interval
         self.times: Array = np.ones(self.intervals)
