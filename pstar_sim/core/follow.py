@@ -441,9 +441,14 @@ class _Follower:
         return records
 
     def _deadlock(self, steps: Iterable[int]) -> Deadlock:
-        rank, done = self.ranks[0], self.done
-        at = {rank.program.queue_of[i]: (i, done[i] + 1) for i in steps if i < rank.last}
-        return Deadlock(deadlock(rank.record.program, at, done), self._records())
+        stuck = list(steps)
+        least = min(stuck, key=lambda i: (self.done[i], i))  # in the earliest iteration
+        stage, rank = next((n, rank) for n, rank in enumerate(self.ranks) if least < rank.last)
+        done = self.done[rank.first : rank.last]
+        own = [i - rank.first for i in stuck if rank.first <= i < rank.last]
+        at = {rank.program.queue_of[i]: (i, done[i] + 1) for i in own}
+        of = f"stage {stage}: " if len(self.ranks) > 1 else ""
+        return Deadlock(of + deadlock(rank.program, at, done), self._records())
 
 
 def deadlock(program: Program, at: dict[int, tuple[int, int]], done: Sequence[int]) -> str:
@@ -453,7 +458,6 @@ def deadlock(program: Program, at: dict[int, tuple[int, int]], done: Sequence[in
         missing = [
             f"{program.ids[j]}@-{back}" if back else str(program.ids[j]) for j, back in program.missing(i, k, done)
         ]
-        lines.append(
-            f"{program.queues[q]} at step {program.ids[i]} ({program.kinds[i]}) waits for {', '.join(missing)}"
-        )
+        awaited = ", ".join(missing) or "the other end of its meeting"
+        lines.append(f"{program.queues[q]} at step {program.ids[i]} ({program.kinds[i]}) waits for {awaited}")
     return f"the plan deadlocks in iteration {min(k for _, k in at.values())}: {'; '.join(lines)}"

@@ -26,7 +26,7 @@ from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.plan_set import Meeting, PlanSet, Share, meetings_of, sums_of
 from pstar_sim.core.set_file import read_plans, save_set
-from pstar_sim.core.step import Kind, Place, Queue
+from pstar_sim.core.step import Kind, Place, Queue, Ref
 from pstar_sim.cost import CostModel, cost_of, expected_link
 from pstar_sim.errors import CannotPlan, DoesNotFit, ModelError, PlanError, PstarError
 from pstar_sim.planner.cheapest import cheapest
@@ -249,8 +249,23 @@ class TestWrongSets:
         crossed = replace(plans, plans=(replace(first, steps=tuple(steps)), plans.plans[1]))
         with pytest.raises(PlanError, match="the stages wait for each other in a circle, through stage 0's step"):
             prove_set(crossed)
-        with pytest.raises(PlanError, match="the plan deadlocks in iteration 0"):
+        with pytest.raises(
+            PlanError, match=r"stage 0: the plan deadlocks in iteration 0: .*waits for the other end of"
+        ):
             play_stages(crossed)
+
+    @pytest.mark.parametrize("most", [1, 8])
+    def test_a_stage_that_waits_for_itself(self, most: int) -> None:
+        """The other ends its iteration, and waits in the next, if there is one."""
+        plans = chain(2, 2)
+        first, last = plans.plans
+        *steps, update = last.steps
+        circle = replace(last, steps=(*steps, update.waiting_for((Ref(update.id),))))
+        words = (
+            f"stage 1: the plan deadlocks in iteration 0: compute at step {update.id} (gpu_adam) waits for {update.id}"
+        )
+        with pytest.raises(PlanError, match=f"^{re.escape(words)}"):
+            play_stages(replace(plans, plans=(first, circle)), max_iterations=most)
 
     def test_a_receive_that_nothing_waits_for(self) -> None:
         plans = chain(2, 2)
