@@ -195,10 +195,10 @@ def compare_stages(
                 estimate_s = 0.0 if every else asked.estimate_s(waiting.ways[way], policy)
                 if estimate_s:
                     waiting.estimated.append((estimate_s, own, policy))
-                seconds = min(seconds, estimate_s or plan(own, policy))
+                seconds = min(seconds, estimate_s / CLOSE or plan(own, policy))
             waiting.planned(way, seconds)
         elif (nearest := waiting.nearest(fastest_s)) is not None:
-            plan(*nearest)
+            waiting.takes(nearest[0], plan(*nearest))
         elif first is not None and first.few:
             tell(f"{first.parallel} {first.policy}, all micro-batches", len(rows), len(ways) * len(policies))
             row, stages = asked.answer(first.way, first.policy, whole=True)
@@ -227,7 +227,7 @@ def compare_stages(
             *_said_of(crowded, machine),
             *waiting.said_of_others(fastest_s),
         ),
-        slower=tuple(_slower(waiting.above(fastest_s))),
+        slower=tuple(waiting.above(fastest_s)),
         notes=tuple(notes),
         best=best,
     )
@@ -251,7 +251,8 @@ class _Waiting:
         self.ways = {closed.way: closed for closed in ways}
         self.room_bytes = room_bytes
         self.every = every
-        self.waits_s: dict[Way, float] = {}  # by the way without its recomputation
+        self.bounds_s = {closed.way: closed.bound_s for closed in ways}
+        self.waits_s: dict[Way, dict[int, float]] = {}  # by the way without its recomputation and by what it keeps
         self.least_times = inf  # seconds over the bound
         self.estimated = list[tuple[float, Way, str]]()  # [Note: the first stage alone], with the policy
 
@@ -262,8 +263,14 @@ class _Waiting:
         return min(below, key=lambda way: (least_s[way], way.keeps), default=None)
 
     def planned(self, way: Way, seconds: float) -> None:
-        bound_s = self.ways.pop(way).bound_s
-        self.waits_s[way.but(None)] = seconds - bound_s
+        del self.ways[way]
+        self.takes(way, seconds)
+
+    def takes(self, way: Way, seconds: float) -> None:
+        if way not in self.bounds_s:
+            way = replace(way, parallelism=replace(way.parallelism, shard=None))
+        bound_s, waits_s = self.bounds_s[way], self.waits_s.setdefault(way.but(None), {})
+        waits_s[way.keeps] = min(waits_s.get(way.keeps, inf), seconds - bound_s)
         self.least_times = min(self.least_times, seconds / (bound_s or 1.0))
 
     def nearest(self, fastest_s: float) -> tuple[Way, str] | None:
@@ -274,19 +281,26 @@ class _Waiting:
         self.estimated.remove(least)
         return least[1:]
 
-    def above(self, fastest_s: float) -> list[_Closed]:
+    def above(self, fastest_s: float) -> list[str]:
         """By their bounds."""
-        return sorted((c for c in self.ways.values() if c.bound_s > fastest_s), key=lambda c: c.bound_s)
+        bounds = ((c.bound_s, c.way, "") for c in self.ways.values() if c.bound_s > fastest_s)
+        return _named(sorted(bounds, key=lambda each: each[0]))
 
     def said_of_others(self, fastest_s: float) -> list[str]:
-        count = sum(closed.bound_s <= fastest_s for closed in self.ways.values())
-        why = "that recompute less: they wait as long as the same way that recomputes more"
-        said = [f"{format_count(count, 'way')} {why}"] if count else []
+        known = [bool(self._known_s(c.way)) for c in self.ways.values() if c.bound_s <= fastest_s]
+        reasons = {
+            True: "at least the waits of the same way with more",
+            False: "no room for weights and states too, and slower if as near to its bound as the nearest",
+        }
+        counts = {why: known.count(has) for has, why in reasons.items()}
+        said = [
+            f"{format_count(count, 'way')} with less recomputation: {why}" for why, count in counts.items() if count
+        ]
         if self.estimated:
-            least_s = min(seconds for seconds, _, _ in self.estimated)
-            names = " or ".join(dict.fromkeys(policy for _, _, policy in self.estimated))
-            ways = f"{format_count(len(self.estimated), 'way')} by {names}"
-            said.append(f"{ways}: stage 0 alone is estimated to take {format_s(least_s)} or more with the bubble")
+            each = sorted(self.estimated, key=lambda each: each[0])
+            names = ", ".join(_named((seconds, way, f" by {policy}") for seconds, way, policy in each))
+            why = "stage 0 alone is estimated to take the seconds in brackets, or more, with the bubble"
+            said.append(f"{format_count(len(each), 'way')}: {why}: {names}")
         return said
 
     def _least_s(self, closed: _Closed, fastest_s: float) -> float:
@@ -297,9 +311,13 @@ class _Waiting:
         if any(other.way.but(None) == plain and self._least_s(other, fastest_s) <= fastest_s for other in more):
             return inf  # until their waits are known
         room = closed.activation_bytes + closed.model_bytes <= self.room_bytes
-        if keeps and plain not in self.waits_s and not room:
+        known_s = self._known_s(closed.way)
+        if keeps and not known_s and not room:
             return closed.bound_s * self.least_times
-        return closed.bound_s + self.waits_s.get(plain, 0.0)
+        return closed.bound_s + max(known_s, default=0.0)
+
+    def _known_s(self, way: Way) -> list[float]:
+        return [waits_s for keeps, waits_s in self.waits_s.get(way.but(None), {}).items() if keeps < way.keeps]
 
 
 def _said_of(crowded: Mapping[str, Sequence[int]], machine: Machine) -> Iterator[str]:
@@ -308,14 +326,14 @@ def _said_of(crowded: Mapping[str, Sequence[int]], machine: Machine) -> Iterator
         yield f"{count} recomputing {how}: activations alone take {least} or more of the {format_bytes(has)} of a GPU"
 
 
-def _slower(ways: Iterable[_Closed]) -> list[str]:
-    alike: dict[Way, list[_Closed]] = {}
-    for closed in ways:
-        alike.setdefault(closed.way.but(None), []).append(closed)
+def _named(ways: Iterable[tuple[float, Way, str]]) -> list[str]:
+    alike: dict[tuple[Way, str], list[tuple[float, str]]] = {}
+    for seconds, way, by in ways:
+        alike.setdefault((way.but(None), by), []).append((seconds, way.recompute or ""))
     said = []
-    for plain, each in alike.items():
-        kinds = " or ".join(closed.way.recompute for closed in each if closed.way.recompute)
-        said.append(f"{plain.but(kinds or None)} ({format_s(min(closed.bound_s for closed in each))})")
+    for (plain, by), each in alike.items():
+        kinds = " or ".join(how for _, how in each if how)
+        said.append(f"{plain.but(kinds or None)}{by} ({format_s(min(each)[0])})")
     return said
 
 
