@@ -120,7 +120,7 @@ def test_states_that_visit(kit: Any, on_cuda: Callable[..., Any]) -> None:
     ("model", "policy", "micro_batches", "dtype", "host_share", "chunk_bytes"),
     [
         ("gpt2", "tide", 1, torch.float32, 0.2, 16384),
-        ("llama", "optimal:order=depth-first", 2, torch.bfloat16, 0.3, 4096),
+        ("llama", "optimal:order=depth-first", 2, torch.bfloat16, 0.25, 4096),
         ("llama", "params=nvme,states=nvme", 2, torch.float32, None, None),
     ],
 )
