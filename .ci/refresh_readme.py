@@ -617,7 +617,8 @@ def spreads() -> str:
 def _way(way: Mapping[str, Any] | None) -> str:
     if way is None:
         return "does not fit"
-    return f"{way['tokens_per_s']:,.0f}: `{way['parallel']}` {way['batch']}, {way['policy']}"
+    recomputed = {"all": "", None: ""}.get(way["recompute"], f", recomputing {way['recompute']}")
+    return f"{way['tokens_per_s']:,.0f}: `{way['parallel']}` {way['batch']}, {way['policy']}{recomputed}"
 
 
 LAYOUTS = {
