@@ -13,7 +13,7 @@ from executor.session.state import PlanBytes
 from pstar_sim.core.step import Place
 from pstar_sim.errors import ContractError, PlanError
 
-GPU, HOST = Place.GPU, Place.HOST
+GPU, HOST, NVME = Place.GPU, Place.HOST, Place.NVME
 
 
 class OffPlanGradients:
@@ -30,6 +30,7 @@ class OffPlanGradients:
         run, perform, drop = self.run, self.inline.perform, self.inline.drop
         for chunk in range(len(run.plan.layout.chunks)):
             self._sum_leaves_gpu(chunk)
+            self.states.send_to_disks(chunk)
             self._add_on_host(chunk)
             pinned = self.states.pinned(chunk)
             self.shares.leave_gpu(chunk, "param", restored=pinned)
@@ -49,7 +50,8 @@ class OffPlanGradients:
                 inline.perform(inline.copy(HOST, chunk, "grad32"))
             inline.perform(inline.drop(GPU, chunk, "grad32"))
         several = run.plan.workload.micro_batches > 1
-        if several and run.plan.modes[chunk] == "stream" and not run.arena.has(HOST, chunk, "grad32"):
+        somewhere = any(run.arena.has(place, chunk, "grad32") for place in (HOST, NVME))
+        if several and run.plan.modes[chunk] == "stream" and not somewhere:
             inline.bring(HOST, chunk, "grad32")
 
     def _add_on_host(self, chunk: int) -> None:

@@ -31,15 +31,22 @@ class States:
         return GPU if self.pinned(chunk) else HOST
 
     def leave(self, place: Place, chunk: int, list_name: str) -> None:
-        """Drops the list at the place; one updated there is copied first: from gpu to host, from host to disks if it
-        lives there."""
+        """Drops the list; one updated there, or with gradients, is copied first: from gpu to host, from host to disks
+        if it lives there."""
         perform, inline, state = self.inline.perform, self.inline, self.contents.chunks[chunk]
         if place is GPU and list_name in state.ahead:
             perform(inline.copy(HOST, chunk, list_name))
         newer = list_name == "param" and HOST in state.current and NVME not in state.current
-        if place is HOST and self.arena.has(NVME, chunk, list_name) and (newer or list_name in state.unsaved):
+        newer = newer or list_name in state.unsaved or bool(state.where(HOST, list_name))
+        if place is HOST and self.arena.has(NVME, chunk, list_name) and newer:
             perform(inline.copy(NVME, chunk, list_name))
         perform(inline.drop(place, chunk, list_name))
+
+    def send_to_disks(self, chunk: int) -> None:
+        """What lives there; also between a write and the free behind it."""
+        for name in self.plan.layout.lists:
+            if self.arena.has(NVME, chunk, name) and self.arena.has(HOST, chunk, name):
+                self.leave(HOST, chunk, name)
 
     def bring_from_disks(self, chunk: int, lists: Iterable[str]) -> list[str]:
         """Reads those of the lists that are on disks alone to the host, and returns them."""

@@ -82,17 +82,15 @@ class Stepping:
 
     def _fold(self, chunk: int) -> None:
         """What comes from disks goes back, since the host may have no room for the sums of all chunks."""
-        names, inline = self._with_gradients(chunk), self.inline
-        read = self.states.bring_from_disks(chunk, names if len(names) > 1 else ())
+        names = self._with_gradients(chunk)
+        read = self.states.bring_from_disks(chunk, sorted({*names, "grad32"}) if len(names) > 1 else ())
         self.run.contents.gradients.fold(chunk, self.states.home(chunk))
         for name in read:
-            if self.run.contents.chunks[chunk].where(HOST, name):
-                inline.perform(inline.copy(NVME, chunk, name))
-            inline.perform(inline.drop(HOST, chunk, name))
+            self.states.leave(HOST, chunk, name)
 
     def _take_kept_back(self) -> None:
         """Of a chunk whose working list lives on disks, on through the host to there."""
-        shares, contents, inline = self.gradients.shares, self.run.contents, self.inline
+        shares, contents = self.gradients.shares, self.run.contents
         tensors: defaultdict[int, list[int]] = defaultdict(list)
         for t in shares.kept:
             tensors[contents.slots.chunk_of(t)].append(t)
@@ -105,8 +103,7 @@ class Stepping:
             for t in mine:
                 shares.kept_to_param(t, self.states.home(chunk))
             if passes:
-                inline.perform(inline.copy(NVME, chunk, "param"))
-                inline.perform(inline.drop(HOST, chunk, "param"))
+                self.states.leave(HOST, chunk, "param")
 
     def _take(self, chunk: int) -> None:
         def take() -> None:

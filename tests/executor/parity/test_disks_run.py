@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 
 from executor.devices.backend import VirtualBackend
 from executor.disks.folders import DiskFolders
+from executor.disks.store import DiskStore
 from executor.memory.payloads import DiskPayloads, HostSlabs
 from pstar_sim.core.slabs import pool_key
 from pstar_sim.core.step import Kind, Place, Queue
@@ -117,15 +120,33 @@ def test_trains_to_the_bit_as_without_disks(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("case", ["all lists", "wholly", "wholly, two"])
+@pytest.mark.parametrize("case", ["all lists", "wholly", "wholly, two", "wholly, streams"])
 def test_what_leaves_the_plan_is_right_on_disks_too(
-    kit: Any, start: Callable[..., Any], tmp_path: Path, case: str
+    kit: Any,
+    start: Callable[..., Any],
+    tmp_path: Path,
+    case: str,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An evaluation, a backward that is dropped, and a larger batch, alone and behind a micro-batch on plan."""
+    """An evaluation, a backward that is dropped, and a larger batch, alone and behind a micro-batch on plan. At first
+    disks write so slowly that the plan is left between a write and the step that frees the host's list."""
+    delay_s, write = 0.01, DiskStore.write
+
+    def write_slowly(store: DiskStore[Any], key: Any, source: torch.Tensor) -> None:
+        write(store, key, source)
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(delay_s)
+
+    monkeypatch.setattr(DiskStore, "write", write_slowly)
     if case.startswith("wholly"):
-        name, count = "gpt2", 1 + case.endswith("two")
+        name, count = "gpt2", 1 + (case != "wholly")
         small: dict[str, Any] = {"host_share": 0.1 + 0.1 * count, "chunk_bytes": 16384, "beside": True}
-        plan = kit.plan_on_disks(name, "tide:pins=4", micro_batches=count, clip=True, **small)
+        policy = "tide:pins=4"
+        if case.endswith("streams"):
+            request.getfixturevalue("streaming")
+            policy, small["host_share"], small["chunk_bytes"] = "optimal:order=depth-first,sums=off", 0.5, 8192
+        plan = kit.plan_on_disks(name, policy, micro_batches=count, clip=True, **small)
         on_disks = {row.list for row in plan.initial if row.place is Place.NVME}
         assert "param" in on_disks and ("grad32" in on_disks) == (count > 1)
     else:
@@ -138,7 +159,8 @@ def test_what_leaves_the_plan_is_right_on_disks_too(
         for one in (model, twin):
             kit.loss_of(one, batch).backward()
 
-    for rows in [times[:count] for times in ((1, 1), (1, 2), (2, 2), (1, 1))]:
+    for n, rows in enumerate(times[:count] for times in ((1, 1), (1, 2), (2, 2), (1, 1))):
+        delay_s = 0.01 if n < 2 else 0.0
         batch = next(run.batches)
         with torch.no_grad():
             assert float(kit.loss_of(model, batch)) == float(kit.loss_of(twin, batch))
