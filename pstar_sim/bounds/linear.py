@@ -178,8 +178,8 @@ class LinearProgram:
         self._rows.append(rows if unit == 1.0 else Rows(rows.difference * (1 / unit), rows.equal))
 
     def solve(self, *, method: str = "simplex", most_steps: int | None = None) -> Solution:
-        """method: "simplex" or "ipx" (interior point, then a vertex).
-        most_steps: interior points (vertices: 100 times as many).
+        """method: "simplex" or "ipx" (interior point, then a vertex if it is near).
+        most_steps: interior points (vertices: 10 times as many).
 
         Raises Unsolved if HiGHS finds no optimum in these.
         """
@@ -199,10 +199,15 @@ class LinearProgram:
         highs.setOptionValue("solver", method)
         if most_steps is not None:
             highs.setOptionValue("ipm_iteration_limit", most_steps)
-            highs.setOptionValue("simplex_iteration_limit", 100 * most_steps)
+            highs.setOptionValue("simplex_iteration_limit", 10 * most_steps)
         highs.passModel(lp)
         highs.run()
         status = highs.getModelStatus()
+        if method == "ipx" and status == highspy.HighsModelStatus.kIterationLimit:
+            highs.setOptionValue("run_crossover", "off")  # the dual of an interior point proves as much
+            highs.clearSolver()
+            highs.run()
+            status = highs.getModelStatus()
         if status != highspy.HighsModelStatus.kOptimal:
             raise Unsolved(f"HiGHS: {highs.modelStatusToString(status).lower()}")
         solution = highs.getSolution()
