@@ -1,6 +1,6 @@
-"""Timeline: the spans of steps on queues and the bytes per place and category, measured or predicted in one schema.
+"""Timeline: spans of steps on queues, and bytes per place and category, measured or predicted.
 
-Frames and pictures are made on demand: importing this module imports neither pandas nor matplotlib.
+Imports neither pandas nor matplotlib: frames and pictures are made on demand.
 """
 
 from __future__ import annotations
@@ -34,11 +34,15 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One step of one iteration, of those that were played.
+    """One step of one iteration.
 
     step: its id.
+    iteration: its number.
+    queue, kind: of the step.
     chunk, moment: None without one.
+    bytes: that the step moves.
     ready_s: when the queue came to the step, which then waited until start_s.
+    start_s, end_s: of the step.
     cause: the last of waiting: the queue of a step ("h2d", "d2h", "adam", "compute") or "barrier"; "" for none.
     """
 
@@ -57,9 +61,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class ByteSample:
-    """Bytes of one category in one place, until the next sample of the same place and category.
+    """Bytes of one category in one place, until the next of both.
 
     time_s: from which the bytes are there.
+    place, bytes: where, how many.
     category: "non-model", "param", "grad", "states" or "buffer".
     """
 
@@ -128,14 +133,17 @@ class Timeline:
     """The times of each step of a plan, and the places of its bytes.
 
     source: "simulated" or "measured".
-    iterations: number of iterations that `spans` cover; the last of them is the steady one.
+    iterations: how many `spans` cover; the last is the steady one.
     iteration_s: period of the steady iteration.
-    samples: bytes in the steady iteration, times relative to its start.
-    peak_bytes: by place; like those below, of the steady iteration.
+    spans: one per step and iteration.
+    samples: of the steady iteration, from its start.
+    peak_bytes: by place, of the steady iteration.
     moved_bytes: by direction ("h2d", "d2h").
     stall_s: cause -> seconds for which the compute queue waited.
     busy_s: by queue.
-    label, phases, budget_bytes: for pictures: the policy, the phase of each moment, what the plan may take by place.
+    label: for pictures: the policy.
+    phases: for pictures, of each moment.
+    budget_bytes: for pictures: what the plan may take, by place.
     """
 
     source: str
