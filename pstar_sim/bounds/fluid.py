@@ -60,7 +60,7 @@ from pstar_sim.workload.workload import Workload
 MOST_POINTS = 600  # points of an iteration in the program; fewer points give a lower bound sooner
 MANY_CHUNKS = 300  # with more, there are fewer points, so that a program is solved in seconds
 FAR = 20.0  # longest stall, as a multiple of the joint bound: every variable needs a small upper bound
-MOST_STEPS = 200  # of the solver; programs take 40 to 60, and the joint bound replaces one that takes more
+MOST_STEPS = 200  # of the solver; programs take 40 to 130, and the joint bound replaces one that takes more
 
 
 def fluid_bound(

@@ -203,7 +203,8 @@ class LinearProgram:
         highs.passModel(lp)
         highs.run()
         status = highs.getModelStatus()
-        if method == "ipx" and status == highspy.HighsModelStatus.kIterationLimit:
+        limited = most_steps is not None and status == highspy.HighsModelStatus.kIterationLimit
+        if limited and method == "ipx" and highs.getInfo().ipm_iteration_count < most_steps:
             highs.setOptionValue("run_crossover", "off")  # the dual of an interior point proves as much
             highs.clearSolver()
             highs.run()

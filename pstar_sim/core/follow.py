@@ -304,9 +304,8 @@ class _Follower:
         self.at_s = array("d") if alone is None else alone.at_s
         self.last_wait: list[dict[int, int]] = [{} for _ in range(most)] if alone is None else alone.last_wait
         self.begins, self.ends = self._met(begins), self._met(ends)
-        self.there: defaultdict[int, list[tuple[int, float]]] = defaultdict(
-            list
-        )  # meeting -> steps, with their seconds
+        # Meeting -> the steps that have come, with their seconds.
+        self.there: defaultdict[int, list[tuple[int, float]]] = defaultdict(list)
         self.longest_s: dict[int, float] = {}  # of steps whose meeting is complete
 
     def _met(self, meetings: Sequence[Sequence[tuple[int, int]]]) -> dict[int, tuple[int, int]]:
@@ -394,6 +393,7 @@ class _Follower:
                     now = end_s  # no other event comes before
         if not self.over:
             raise self._deadlock(i for row in chain(waiters.values(), self._gathering()) for i in row)
+        self._divide_waits()
         return self._records()
 
     def _gathered(self, meeting: tuple[int, int], i: int, seconds: float, now: float, what: int) -> float | None:
@@ -434,11 +434,14 @@ class _Follower:
             record.events = array("q", (events[own] - 2 * rank.first).tobytes())
             record.at_s = array("d", at_s[own].tobytes())
             record.marks = np.cumsum(own)[np.array(rank.marks, dtype=int) - 1].tolist()
-            record.last_wait = [
-                {i - rank.first: j - rank.first for i, j in waits.items() if rank.first <= i < rank.last}
-                for waits in self.last_wait
-            ]
         return records
+
+    def _divide_waits(self) -> None:
+        """Among members."""
+        for k, waits in enumerate(self.last_wait if len(self.ranks) > 1 else ()):
+            for i, j in waits.items():
+                rank = self.rank_of[self.queue_of[i]]
+                rank.record.last_wait[k][i - rank.first] = j - rank.first
 
     def _deadlock(self, steps: Iterable[int]) -> Deadlock:
         stuck = list(steps)

@@ -349,8 +349,8 @@ class Workload:
 
     @cached_property
     def derived(self) -> dict[tuple[object, ...], object]:
-        """What other modules derive once from this workload. Key, beginning with a name, and value name
-        all on which it depends."""
+        """What other modules derive once from this workload. A key begins with a name; key and value
+        hold what it depends on."""
         return {}
 
     @cached_property
