@@ -37,6 +37,7 @@ DEPENDENCIES: Mapping[str, tuple[str, ...]] = {
     "architectures*": (*EXECUTED, "tests/executor/semantics_rows.py", "benchmarks/semantics.py"),
     "axolotl": (*EXECUTED, "benchmarks/contenders/venv.py"),
     "bounds": (*PLANNED, "tests/helpers/**"),
+    "bounds_kinds": (*PLANNED, "tests/helpers/**"),
     "bounds_ranks": (*PLANNED, "tests/helpers/**"),
     "calibrated": EXECUTED,
     "capture": (

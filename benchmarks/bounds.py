@@ -128,10 +128,10 @@ def _tiny(rows: Sequence[Compared], left_out: Mapping[str, int]) -> Mapping[str,
         "instances": len(rows),
         **counts,
         **left_out,
-        **{f"optimum over {name}": _spread(ratios) for name, ratios in over.items()},
-        "optimum over fluid program, with room": _spread([_ratio(r) for r in rows if _has_room(r.tiny)]),
+        **{f"optimum over {name}": spread(ratios) for name, ratios in over.items()},
+        "optimum over fluid program, with room": spread([_ratio(r) for r in rows if _has_room(r.tiny)]),
         "plans": sum(map(len, by_policy.values())),
-        "plan over optimum": {spec: _spread(by_policy[spec]) for spec in sorted(by_policy)},
+        "plan over optimum": {spec: spread(by_policy[spec]) for spec in sorted(by_policy)},
         "loosest with room": [
             f"{r.optima[0]} over {r.fluid:.4f}, {r.binding} binds: {to_text(r.tiny)}"
             for r in sorted(rows, key=_ratio, reverse=True)
@@ -172,12 +172,12 @@ def _plans(wanted: int, seed: int) -> Mapping[str, object]:
         wrong += below
     return {
         **{key: counts[key] for key in sorted(counts)},
-        "plan over fluid program": {binding: _spread(by_binding[binding]) for binding in sorted(by_binding)},
+        "plan over fluid program": {binding: spread(by_binding[binding]) for binding in sorted(by_binding)},
         "wrong": wrong,
     }
 
 
-def _spread(ratios: Sequence[float]) -> Mapping[str, float]:
+def spread(ratios: Sequence[float]) -> Mapping[str, float]:
     """Returns the number of ratios, and their least, median, mean and largest value."""
     if not ratios:
         return {"count": 0}

@@ -16,7 +16,7 @@ from bounded import bounds_of, hold, random_job, random_spec
 from drawn import TIME_TO_SHRINK, chances
 from exact_optimum import Tiny, Way, exact_optimum
 from hypothesis import given
-from tiny import as_job, compare_tiny, from_text, layer_major, optima_of, random_tiny
+from tiny import as_job, compare_tiny, from_text, layer_major, optima_of, random_tiny, sums_in_16_bits, with_experts
 
 from pstar_sim.bounds.bounds import lower_bound
 from pstar_sim.core.layout import build_layout
@@ -170,7 +170,7 @@ def test_bounds_with_disks_are_below_the_exact_optimum_and_plans_above_it(layers
     assert compared
 
 
-@pytest.mark.parametrize("order", ["depth-first", "layer-major", "sums in 16 bits"])
+@pytest.mark.parametrize("order", ["depth-first", "layer-major", "sums in 16 bits", "routed experts"])
 def test_bounds_are_below_the_exact_optimum_and_plans_above_it(order: str, whole: bool) -> None:
     """Random instances: closed form, joint and fluid program <= exact optimum <= plans."""
     sums = "16-bit" if order == "sums in 16 bits" else "32-bit"
@@ -182,8 +182,10 @@ def test_bounds_are_below_the_exact_optimum_and_plans_above_it(order: str, whole
         t = random_tiny(chance)
         if order == "layer-major":
             t = layer_major(t)
-        if sums == "16-bit":  # as wide as a gradient
-            t = replace(t, wide=1, micro_batches=max(2, t.micro_batches))
+        if sums == "16-bit":
+            t = sums_in_16_bits(t)
+        if order == "routed experts":
+            t = with_experts(t, chance)
         try:
             optima = optima_of(t, most_states=MOST_STATES)
         except MemoryError:

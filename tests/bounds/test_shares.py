@@ -3,45 +3,27 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
-from fractions import Fraction
 from itertools import product
 
 import hypothesis
 import pytest
 from drawn import TIME_TO_SHRINK, chances
-from exact_optimum import Tiny, exact_optimum
 from hypothesis import given
-from tiny import as_job, random_tiny
+from tiny import random_tiny
+from unequal import bounds_of_two, exact_of_two
 
 from pstar_sim.bounds.bounds import lower_bound
-from pstar_sim.bounds.fluid import fluid_bound
 from pstar_sim.bounds.shares import NEAR, AnyShares, any_job, may_differ, tightest
 from pstar_sim.catalog.loader import load_machine
-from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.planner.compare import compare
-from pstar_sim.testing import round_machine
 from pstar_sim.workload.presets import preset
-from pstar_sim.workload.workload import Workload
 
 pytestmark = TIME_TO_SHRINK
 
 MOST_STATES = 20_000
 BY_ROUNDING = 1e-7
-
-
-def two_gpus(machine: Machine, speed: float) -> Machine:
-    """Returns two ranks, the second with `speed` times the flops of the first, each with the machine's Adam and DRAM.
-    Collectives take no time to speak of."""
-    one = machine.ranks[0]
-    rates = {dtype: rate * speed for dtype, rate in one.gpu.flops_per_s.items()}
-    other = replace(one, gpu=replace(one.gpu, flops_per_s=rates))
-    peer = round_machine(ranks=2, peer_bytes_per_s=1e18).peer
-    host = replace(machine.host, adam_params_per_s=2 * machine.host.adam_params_per_s, memory_bytes=2**42)
-    ranks = tuple(replace(rank, batch_share=0.5) for rank in (one, other))
-    return replace(machine, name="two", ranks=ranks, peer=peer, host=host)
 
 
 def test_no_bound_is_above_the_exact_optimum_of_two_unequal_gpus(whole: bool) -> None:
@@ -56,10 +38,10 @@ def test_no_bound_is_above_the_exact_optimum_of_two_unequal_gpus(whole: bool) ->
         t = random_tiny(chance, micro_batches=chance.choice((1, 1, 2)))
         speed, batch = chance.choice((2, 3)), chance.randint(2, 4)
         try:
-            exact = _exact(t, speed, batch)
+            exact = exact_of_two(t, speed, batch, most_states=MOST_STATES)
         except MemoryError:
             return
-        bound, fluid = _bounds(t, speed, batch)
+        bound, fluid = bounds_of_two(t, speed, batch)
         if exact is None or bound is None or fluid is None:
             return
         assert bound <= float(exact) * (1 + BY_ROUNDING), (t, speed, batch)
@@ -68,38 +50,6 @@ def test_no_bound_is_above_the_exact_optimum_of_two_unequal_gpus(whole: bool) ->
 
     holds()
     assert len(compared) >= 2
-
-
-def _with_share(t: Tiny, sequences: int, speed: int) -> Tiny:
-    """A sequence takes 6 times the units of the instance on a GPU of speed 1, so that all are whole numbers."""
-    return replace(t, forward=t.forward * sequences * 6 // speed)
-
-
-def _exact(t: Tiny, speed: int, batch: int) -> Fraction | None:
-    """Returns the least over all shares of the larger exact optimum of the two ranks."""
-    known: list[Fraction] = []
-    for first in range(1, batch):
-        each = [
-            exact_optimum(_with_share(t, n, s), most_states=MOST_STATES)
-            for n, s in ((first, 1), (batch - first, speed))
-        ]
-        if None not in each:
-            known.append(max(x for x in each if x is not None))
-    return min(known, default=None)
-
-
-def _bounds(t: Tiny, speed: int, batch: int) -> tuple[float | None, float | None]:
-    _, machine, settings = as_job(_with_share(t, 1, 1))
-    there = two_gpus(machine, speed)
-    jobs = {n: replace(as_job(_with_share(t, n, 1))[0], batch=n) for n in range(1, batch + 1)}
-    layout = build_layout(jobs[1], chunk_bytes=settings.chunk_bytes)
-
-    def fluid(workload: Workload, ranked: object) -> object:
-        return fluid_bound(workload, there, settings, layout, ranked=ranked)  # type: ignore[arg-type]
-
-    found = [AnyShares(batch, there, settings, layout, jobs.__getitem__, of).bound() for of in (None, fluid)]  # type: ignore[arg-type]
-    joint, finer = (None if bound is None else bound.seconds for bound in found)
-    return joint, finer
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,7 @@ class Tiny:
     """An instance.
 
     forward: units of a forward moment (backward: twice that).
+    times: factors of these units, of each layer; None: 1. Routed experts compute less per byte than attention.
     up, down: units of a copy of one slot.
     cpu_adam, gpu_adam, cpu_add: units of a step for one chunk.
     gpu_add: units by which an add makes a moment longer.
@@ -114,6 +115,12 @@ class Tiny:
     read: int = 1
     write: int = 1
     beside: tuple[int, int, int] | None = None
+    times: tuple[int, ...] | None = None
+
+    @property
+    def forwards(self) -> tuple[int, ...]:
+        """Units of each layer's forward moment."""
+        return tuple(self.forward * factor for factor in self.times or (1,) * self.layers)
 
     @property
     def moments(self) -> tuple[tuple[int, bool, int], ...]:
@@ -169,7 +176,7 @@ def _states(ways: Sequence[Way]) -> int:
 
 def _least(t: Tiny, ways: Sequence[Way]) -> int:
     """Returns the least units of these ways: the work of each queue, and each chunk's way around the border."""
-    length = [t.forward * (1 + back) for _, back, _ in t.moments]
+    length = [t.forwards[layer] * (1 + back) for layer, back, _ in t.moments]
     compute, cpu, around = sum(length), 0, 0
     up = down = t.wide * _away(t, ways)  # slots
     for i, way in enumerate(ways):
@@ -244,7 +251,7 @@ class _Graph:
         self.last = self.backward & (self.batch == t.micro_batches - 1)
         sums = np.array([ways[layer].summed for layer, _, _ in moments])
         adds = sums & self.backward & (self.batch > 0)
-        self.length = t.forward * (1 + self.backward) + t.gpu_add * adds
+        self.length = np.array(t.forwards)[self.layer] * (1 + self.backward) + t.gpu_add * adds
         tide = np.array(t.levels)
         self.tide = tide
         self.waiting = np.minimum(tide, np.concatenate(([0], tide[:-1])))  # the step's tide is 0

@@ -24,7 +24,7 @@ from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload, round_machine
 from pstar_sim.workload.optimizers import OptimizerSpec
 from pstar_sim.workload.relay import relay
-from pstar_sim.workload.workload import Phase, Workload
+from pstar_sim.workload.workload import Moment, Phase, Workload
 
 __all__ = [
     "LAYER",
@@ -36,7 +36,9 @@ __all__ = [
     "layer_major",
     "optima_of",
     "random_tiny",
+    "sums_in_16_bits",
     "to_text",
+    "with_experts",
 ]
 
 LAYER = 2**21
@@ -65,6 +67,10 @@ def as_job(t: Tiny, sums: str = "32-bit") -> tuple[Workload, Machine, Settings]:
         tide_bytes=[*tide, 0],
         micro_batches=t.micro_batches,
     )
+    if t.times is not None:
+        w = replace(
+            w, moments=tuple(replace(m, flops=m.flops * t.times[_layer(m)]) if m.flops else m for m in w.moments)
+        )
     if t.order is not None:
         w = relay(w)
         assert _order(w) == t.order
@@ -120,9 +126,11 @@ def asked(t: Tiny, slot: int, sums: str) -> Settings:
 
 
 def _order(w: Workload) -> tuple[tuple[int, bool, int], ...]:
-    return tuple(
-        (int(m.module.rpartition(".")[2]), m.phase is Phase.BWD, m.micro_batch) for m in w.moments if m.flops > 0
-    )
+    return tuple((_layer(m), m.phase is Phase.BWD, m.micro_batch) for m in w.moments if m.flops > 0)
+
+
+def _layer(m: Moment) -> int:
+    return int(m.module.rpartition(".")[2])
 
 
 def layer_major(t: Tiny) -> Tiny:
@@ -131,6 +139,17 @@ def layer_major(t: Tiny) -> Tiny:
     order = _order(w)
     tide = tuple(t.tide[layer if not back else 2 * t.layers - 1 - layer] for layer, back, _ in order)
     return replace(t, order=order, tide=tide)
+
+
+def sums_in_16_bits(t: Tiny) -> Tiny:
+    """Returns the same instance with sums as wide as a gradient, of two micro-batches at least."""
+    return replace(t, wide=1, micro_batches=max(2, t.micro_batches))
+
+
+def with_experts(t: Tiny, rng: random.Random) -> Tiny:
+    """Returns the same instance where some layers, their attention, compute two to four times as long as others, their
+    routed experts."""
+    return replace(t, forward=1, times=tuple(rng.choice((1, 2, 3, 4)) for _ in range(t.layers)))
 
 
 def random_tiny(rng: random.Random, *, layers: int = 2, micro_batches: int | None = None) -> Tiny:
@@ -165,10 +184,9 @@ def to_text(t: Tiny) -> str:
 def from_text(line: str) -> Tiny:
     """Returns the instance that `to_text` wrote."""
     found = json.loads(line)
+    lists = {name: tuple(found.pop(name)) for name in ("tide", "beside", "times") if name in found}
     order = found.pop("order", None)
-    return Tiny(
-        **{**found, "tide": tuple(found["tide"])}, order=None if order is None else tuple(tuple(each) for each in order)
-    )
+    return Tiny(**found, **lists, order=None if order is None else tuple(tuple(each) for each in order))
 
 
 @dataclass(frozen=True, kw_only=True)
