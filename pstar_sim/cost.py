@@ -261,24 +261,18 @@ def _link_of_pins(link: Link, machine: Machine, layout: Layout) -> Link:
     return replace(link, h2d_bytes_per_s=mean(link.h2d_bytes_per_s), d2h_bytes_per_s=mean(link.d2h_bytes_per_s))
 
 
-class CostModel:
-    """rank: whose GPU and link count, by default a policy's ([Note: several ranks, in seconds]).
+class Computing:
+    """In any layout, as `CostModel`."""
 
-    Raises PlanError for a dtype without a rate, and a step that it cannot time.
-    """
-
-    def __init__(self, workload: Workload, machine: Machine, layout: Layout, *, rank: int | None = None) -> None:
+    def __init__(self, workload: Workload, machine: Machine, *, rank: int | None = None) -> None:
         self.workload = workload
         self.machine = machine
-        self.layout = layout
         self.gpu = machine.gpu if rank is None else machine.ranks[rank].gpu
-        link = expected_link(machine) if rank is None else machine.ranks[rank].link
-        self.link = _link_of_pins(link, machine, layout)
         self._products: dict[tuple[Product, bool], tuple[int, float]] = {}
 
     @cached_property
     def moments_s(self) -> tuple[float, ...]:
-        """[Note: which rate computes a moment], of any layout."""
+        """[Note: which rate computes a moment]"""
         gpu = replace(self.gpu, memory_bytes=1, usable_bytes=1, context_bytes=0)  # its rates
         rates = (gpu, self.machine.framework, self.machine.groups, self._recorded)
         known = self.workload.derived.get(_MOMENTS)
@@ -323,19 +317,6 @@ class CostModel:
             hops = (2 if what == "all_reduce" else 1) * (group.ranks - 1)
             seconds += hops * (group.fabric.latency_s + size / group.ranks / group.fabric.rate_of(size))
         return seconds
-
-    @cached_property
-    def gpu_adds(self) -> GpuAdds:
-        return GpuAdds(self.workload, self.layout, self._operator_bytes_per_s, self._add_bytes, free=self._recorded)
-
-    def _add_bytes(self, tensor: int) -> int:
-        t = self.workload.tensors[tensor]
-        copied = 2 * t.bytes if self.gpu.operator_bytes_per_s is not None else 0
-        return 2 * self.layout.sum_width(self.layout.chunk_of[tensor]) * t.numel + t.bytes - copied
-
-    @cached_property
-    def update_adds(self) -> UpdateAdds:
-        return UpdateAdds(self, self._operator_bytes_per_s)
 
     @property
     def _recorded(self) -> bool:
@@ -409,6 +390,32 @@ class CostModel:
             return 0
         cast = sum(map(product_flops, filter(in_low_dtype, moment.products)))
         return round(cast * (1 - rate / low))
+
+
+class CostModel(Computing):
+    """rank: whose GPU and link count, by default a policy's ([Note: several ranks, in seconds]).
+
+    Raises PlanError for a dtype without a rate, and a step that it cannot time.
+    """
+
+    def __init__(self, workload: Workload, machine: Machine, layout: Layout, *, rank: int | None = None) -> None:
+        super().__init__(workload, machine, rank=rank)
+        self.layout = layout
+        link = expected_link(machine) if rank is None else machine.ranks[rank].link
+        self.link = _link_of_pins(link, machine, layout)
+
+    @cached_property
+    def gpu_adds(self) -> GpuAdds:
+        return GpuAdds(self.workload, self.layout, self._operator_bytes_per_s, self._add_bytes, free=self._recorded)
+
+    def _add_bytes(self, tensor: int) -> int:
+        t = self.workload.tensors[tensor]
+        copied = 2 * t.bytes if self.gpu.operator_bytes_per_s is not None else 0
+        return 2 * self.layout.sum_width(self.layout.chunk_of[tensor]) * t.numel + t.bytes - copied
+
+    @cached_property
+    def update_adds(self) -> UpdateAdds:
+        return UpdateAdds(self, self._operator_bytes_per_s)
 
     @property
     def params(self) -> tuple[int, ...]:

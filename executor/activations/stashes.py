@@ -76,7 +76,6 @@ class _Saved:
     source: its bytes on the gpu, as the forward made them.
     returned: new memory for them.
     back: the copy into `returned` was made, or issued with event `arrival`.
-    stash: its number, once on the host.
     """
 
     __slots__ = (

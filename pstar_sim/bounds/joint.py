@@ -183,10 +183,8 @@ class _JointFacts:
     sum_w: of a sum per parameter; the note counts 4, and 2 for sums in 16 bits.
     total, bytes: parameters with a gradient (E), and their bytes.
     up, down: bytes per second of the link.
-    add_bytes: DRAM traffic per parameter.
     gpu_add_s: of all adds of a parameter, at least.
     late_room: least from the moment on after which nothing is read.
-    end_room: at the last moment.
     ends: all s at which a window ends.
     """
 

@@ -117,9 +117,7 @@ class _Chooser:
     over: op -> whether it has ended, or has no bytes.
     ready: queue -> heap of the ops that wait for nothing more.
     unstarted: queue -> its ops in its iteration that have not started.
-    lap: iteration of the compute queue.
-    at: index in `Columns.compute` of the compute queue's next op.
-    position: running or next, counted through all iterations.
+    at: index in `Columns.compute` of the next op; position: through all iterations.
     """
 
     __slots__ = (

@@ -466,8 +466,8 @@ def _small_limit(classes: Mapping[_Class, Sequence[_Item]]) -> float:
 
 
 def _search(classes: Mapping[_Class, Sequence[_Item]]) -> int:
-    """Little waste (2 % at most if any size allows it), few bytes in oversize chunks, near 64 to 128 MiB (smaller under
-    4 GB) and at least about 24 chunks. The granule is halved until a good size is found."""
+    """By `_score`, at most 2 % waste if any size allows it, and at least about 24 chunks. The granule is halved until a
+    good size is found."""
     total = _padded_bytes(classes)
     used = sum(key.width * sum([item.numel for item in items]) for key, items in classes.items())
     if total == 0:

@@ -451,11 +451,10 @@ def _others_go_on(
 def _largest(
     ask: Callable[[int], Refusal | None], most: int, *, first: int = 1, near: int | None = None
 ) -> tuple[int, Refusal | None]:
-    """(the largest n in 0..most that fits, why n + 1 does not or None). From `first`, n becomes four times as large
-    until it does not fit (many layers take long to ask about), then follows lines, and every third time halves the
-    interval.
+    """(the largest n in 0..most that fits, why n + 1 does not or None). From `first` (many layers take long), n
+    becomes four times as large, then follows lines, and every third time halves the interval.
 
-    near: a guess, asked first, then further and further away.
+    near: a guess, asked first, then further away.
     """
     low, high = 0, most + 1
     errors: dict[int, Refusal] = {}

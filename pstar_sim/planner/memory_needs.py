@@ -262,7 +262,6 @@ def _most_on_host(
     """Host budget, and the need of the plan for it that has room on the machine. Raises DoesNotFit.
 
     startup_bytes: of the loading, where any plan that has room will do.
-    asked: whether the plan for the whole host may have room.
     """
     whole = high = machine.host_budget_bytes
     refused, budget_bytes, named = 0, 1, False

@@ -1,9 +1,8 @@
 """Ways planned and compared.
 
 [Note: in the order of bounds] Ways are planned in the order of their bounds until one is above the fastest plan. A
-way's bound: for any stage the first micro-batch comes through the stages before it, the stage computes all, and the
-last goes back; where optimizer steps do not meet, the stage alone counts. A row's (bounds/stages.py) also has updates
-and copies. "all" plans every way.
+way's bound is its closed form (stages_closed.py); a row's (bounds/stages.py) also has updates and copies. "all" plans
+every way.
 
 [Note: less recomputation] Less keeps more and so waits no less: its bound and the waits of more have to be below the
 fastest plan, and stage 0's GPU needs room for its activations. Where more is not planned, it has room for slices of
@@ -25,17 +24,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from pstar_sim.bounds.stages import seconds_in_step
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.core.layout import Layout, build_layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.core.plan_set import Split
-from pstar_sim.cost import CostModel
-from pstar_sim.errors import CannotPlan, DoesNotFit, ModelError, PlanError
+from pstar_sim.errors import CannotPlan, DoesNotFit, PlanError
 from pstar_sim.planner.asked import OnPart, teller
 from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.machine_notes import machine_notes
 from pstar_sim.planner.stages import PlannedStages, plan_stages, planned_again
+from pstar_sim.planner.stages_closed import Closed, closed_forms
 from pstar_sim.planner.stages_cut import Cut
 from pstar_sim.planner.stages_degrees import ALL_BLOCKS, NOTHING, Way, closed_bubble, with_shards
 from pstar_sim.planner.stages_machines import machine_of_stage
@@ -45,8 +42,7 @@ from pstar_sim.policy.kit.capabilities import capabilities_of
 from pstar_sim.policy.registry import Policy, can, find_policy
 from pstar_sim.units import format_bytes, format_count, format_s
 from pstar_sim.workload.parallelism import CUTS, Parallelism
-from pstar_sim.workload.pipeline import INTERLEAVED, SCHEDULES, Part, cells_of, in_schedule
-from pstar_sim.workload.workload import Tensor, Workload
+from pstar_sim.workload.pipeline import INTERLEAVED, SCHEDULES, cells_of, in_schedule
 
 CLOSE = 1.02
 """[Note: the first stage alone]"""
@@ -165,7 +161,7 @@ def compare_stages(
     rows: list[StagesRow] = []
     planned: dict[StagesRow, PlannedStages] = {}
     missing: dict[str, list[str]] = {}
-    room_bytes, ways_left = machine.gpu_budget_bytes, list[_Closed]()
+    room_bytes, ways_left = machine.gpu_budget_bytes, list[Closed]()
     crowded: dict[str, list[int]] = {}  # what is recomputed -> bytes of activations, each without room
     for closed in asked.closed_forms(ways, missing):
         if closed.activation_bytes > room_bytes:
@@ -233,21 +229,10 @@ def compare_stages(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Closed:
-    """activation_bytes, model_bytes, parts: of stage 0; 0: not counted."""
-
-    way: Way
-    bound_s: float = 0.0
-    activation_bytes: int = 0
-    model_bytes: int = 0
-    parts: Sequence[Part] = ()
-
-
 class _Waiting:
     """[Note: less recomputation]."""
 
-    def __init__(self, ways: Sequence[_Closed], *, room_bytes: int, every: bool) -> None:
+    def __init__(self, ways: Sequence[Closed], *, room_bytes: int, every: bool) -> None:
         self.ways = {closed.way: closed for closed in ways}
         self.room_bytes = room_bytes
         self.every = every
@@ -282,7 +267,6 @@ class _Waiting:
         return least[1:]
 
     def above(self, fastest_s: float) -> list[str]:
-        """By their bounds."""
         bounds = ((c.bound_s, c.way, "") for c in self.ways.values() if c.bound_s > fastest_s)
         return _named(sorted(bounds, key=lambda each: each[0]))
 
@@ -303,7 +287,7 @@ class _Waiting:
             said.append(f"{format_count(len(each), 'way')}: {why}: {names}")
         return said
 
-    def _least_s(self, closed: _Closed, fastest_s: float) -> float:
+    def _least_s(self, closed: Closed, fastest_s: float) -> float:
         if self.every:
             return 0.0
         plain, keeps = closed.way.but(None), closed.way.keeps
@@ -343,9 +327,7 @@ def _place(row: StagesRow) -> tuple[bool, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
-    """alone: one way is asked about.
-    written: jobs of the last ways' stages, which policies share.
-    """
+    """written: jobs of the last ways' stages."""
 
     job: Job
     machine: Machine
@@ -354,7 +336,7 @@ class _Asked:
     alone: bool
     written: dict[Way, Cut] = field(default_factory=dict)
 
-    def estimate_s(self, closed: _Closed, policy: str) -> float:
+    def estimate_s(self, closed: Closed, policy: str) -> float:
         """[Note: the first stage alone]; 0 for other policies."""
         way, point = closed.way, can(self.policies[policy]).point
         if point is None or point.streams or point.sums or self._searches(policy) or not closed.parts:
@@ -407,35 +389,11 @@ class _Asked:
         own = self.written[unsliced]
         return plan_stages(job, self.machine, named, spread, self.settings, again=again, pins=pins, cut=own)
 
-    def closed_forms(self, ways: Sequence[Way], missing: dict[str, list[str]]) -> list[_Closed]:
-        """missing: gets what cannot be. Raises ModelError if nothing can."""
-        found, layouts = list[_Closed](), _Layouts()
-        for way in ways:
-            try:
-                found.append(self._closed(way, layouts))
-            except ModelError as error:
-                missing.setdefault(f"by any policy: {error}", []).append(str(way.parallelism))
-                refusal = error
-        if ways and not found:
-            raise refusal
-        return found
-
-    def _closed(self, way: Way, layouts: _Layouts) -> _Closed:
+    def closed_forms(self, ways: Sequence[Way], missing: dict[str, list[str]]) -> list[Closed]:
         if self.alone:
-            return _Closed(way=way)
-        cut = Cut(job=way.of(self.job), machine=self.machine, parallelism=way.parallelism)
-        parts = list(cut.parts())
-        if cut.shares:
-            machines = (machine_of_stage(self.machine, way.parallelism, n) for n in range(cut.members))
-            jobs = [(one, CostModel(one, on, layouts.of(one)).moments_s) for (one, _), on in zip(parts, machines)]
-            return _Closed(way=way, bound_s=way.micro_batches * seconds_in_step(jobs, again=True))
-        bound_s = _bound_s(parts, self.machine, way, self.settings, layouts)
-        on, own = machine_of_stage(self.machine, way.parallelism, 0), parts[:: way.parallelism.pipeline]
-        if way.recompute in (None, ALL_BLOCKS) or any(map(self._searches, self.policies)):
-            return _Closed(way=way, bound_s=bound_s, parts=own)
-        beside = sum(one.weights_bytes + one.states_bytes for one, _ in own) // on.data_parallel_size
-        size = _activation_bytes(way, own)
-        return _Closed(way=way, bound_s=bound_s, activation_bytes=size, model_bytes=beside, parts=own)
+            return [Closed(way=way) for way in ways]
+        counts = not any(map(self._searches, self.policies))
+        return closed_forms(self.job, self.machine, ways, self.settings, missing, counts=counts)
 
     def _searches(self, policy: str) -> bool:
         named = self.policies[policy]
@@ -471,35 +429,6 @@ def _on_line(few: StagesRow, more: StagesRow, counts: Sequence[int], micro_batch
         bubble=line(lambda row: (row.bubble or 0.0) * (row.iteration_s or 0.0)) / seconds,
         sums=line(lambda row: (row.sums or 0.0) * (row.iteration_s or 0.0)) / seconds,
     )
-
-
-def _activation_bytes(way: Way, parts: Sequence[Part]) -> int:
-    """parts: of stage 0."""
-    spread = way.parallelism
-    filling = spread.pipeline * (1 + (spread.virtual > 1))
-    cells = cells_of(spread.schedule, spread.pipeline, min(way.micro_batches, filling), spread.virtual)
-    return max(m.peak_bytes for m in in_schedule(parts, cells, 0).moments)
-
-
-class _Layouts(dict[tuple[Tensor, ...], Layout]):
-    def of(self, part: Workload) -> Layout:
-        if part.tensors not in self:
-            self[part.tensors] = build_layout(part)
-        return self[part.tensors]
-
-
-def _bound_s(parts: Sequence[Part], machine: Machine, way: Way, settings: Settings, layouts: _Layouts) -> float:
-    before_s = longest_s = 0.0
-    stages = way.parallelism.pipeline
-    for number in range(stages):
-        on, seconds = machine_of_stage(machine, way.parallelism, number), []
-        for one, _ in parts[number::stages]:
-            *moments_s, step_s = CostModel(one, on, layouts.of(one)).moments_s
-            seconds.append(sum(moments_s))
-        meet = settings.barrier(parts[0][0].compute_dtype) is not None
-        longest_s = max(longest_s, before_s * meet + way.micro_batches * sum(seconds) + step_s)
-        before_s += seconds[0]  # of the stage's first part: it begins, and ends, an iteration
-    return longest_s
 
 
 def _row(said: StagesRow, planned: PlannedStages) -> StagesRow:

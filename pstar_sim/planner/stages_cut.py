@@ -14,13 +14,13 @@ from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import ceil
+from typing import Any
 
 from pstar_sim.bounds.stages import seconds_in_step
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import ModelEntry, model_entry
-from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan_set import Share
-from pstar_sim.cost import CostModel
+from pstar_sim.cost import Computing
 from pstar_sim.errors import DoesNotFit, ModelError, PstarError
 from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.stages_machines import divisors, kinds_of, machine_of_stage
@@ -28,6 +28,7 @@ from pstar_sim.workload.parallelism import CUTS, Parallelism
 from pstar_sim.workload.pipeline import Part, cells_of, in_schedule
 from pstar_sim.workload.presets import check_blocks, check_split, parts_of, stage_of
 from pstar_sim.workload.presets.shared import Stage
+from pstar_sim.workload.presets.shortened import Shortened, shortened
 from pstar_sim.workload.workload import Workload
 
 _FINE = 1000
@@ -82,26 +83,37 @@ class Cut:
             return [in_schedule([part], cells, 0) for part in parts]
         return [in_schedule(parts[number :: len(cells)], cells, number) for number in range(len(cells))]
 
-    def parts(self) -> Iterator[Part]:
-        """One micro-batch, of the parts of all stages, or of kinds of GPUs."""
-        job, spread = self.job, self.parallelism
-        if job.model is None or job.batch is None or job.seq is None:
+    @property
+    def entry(self) -> ModelEntry:
+        if self.job.model is None or self.job.batch is None or self.job.seq is None:
             raise PstarError("a trace is of a whole model; give --model, whose preset is cut into stages")
-        entry = self.shape or model_entry(job.model)
-        check_way(entry, job, self.machine, spread)
+        return self.shape or model_entry(self.job.model)
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """The parts of all stages, or of kinds of GPUs."""
+        job, spread = self.job, self.parallelism
+        check_way(self.entry, job, self.machine, spread)
         layers = layers_of(job, self.machine, spread, shape=self.shape, most=self.most)
         stages = [_part(spread, number, one) for number, one in enumerate(layers)]
-        if self.shares:
-            stages = [replace(stages[0], share=share) for share in _fractions(self.shares)]
-        for stage in stages:
-            yield self.written(entry, stage)
+        return [replace(stages[0], share=share) for share in _fractions(self.shares)] if self.shares else stages
 
-    def written(self, entry: ModelEntry, stage: Stage) -> Part:
+    def parts(self) -> Iterator[Part]:
+        """One micro-batch of each."""
+        return map(self.written, self.stages)
+
+    def written(self, stage: Stage) -> Part:
+        return stage_of(self.entry, stage, **self._axes)
+
+    def shortened(self, stage: Stage) -> Shortened:
+        return shortened(self.entry, stage, **self._axes)
+
+    @cached_property
+    def _axes(self) -> dict[str, Any]:
         job = self.job
-        assert job.batch is not None and job.seq is not None
+        assert job.batch is not None
         batch = job.batch // self.parallelism.data_on(self.machine.world_size)
-        axes = job.but(dtype=job.dtype_on(self.machine)).given
-        return stage_of(entry, stage, batch=batch, sequence=job.seq, **axes)
+        return {"batch": batch, "sequence": job.seq, **job.but(dtype=job.dtype_on(self.machine)).given}
 
     def after(self, member: int, refusal: DoesNotFit) -> Cut | None:
         """Relieved of a layer, or the parts without room. Of the node a kind first gets what it needs."""
@@ -188,8 +200,8 @@ def _shares_of(cut: Cut) -> tuple[Share, ...]:
         members = []
         for n, (share, fraction) in enumerate(zip(split, _fractions(split))):
             if (layers, n, share) not in jobs:
-                one, _ = cut.written(entry, replace(_part(spread, 0, range(layers)), share=fraction))
-                jobs[layers, n, share] = one, CostModel(one, machines[n], build_layout(one)).moments_s
+                one, _ = cut.written(replace(_part(spread, 0, range(layers)), share=fraction))
+                jobs[layers, n, share] = one, Computing(one, machines[n]).moments_s
             members.append(jobs[layers, n, share])
         return seconds_in_step(members)
 
@@ -270,7 +282,7 @@ def layers_of(
         for layers in (1, 2):
             part = _part(parallelism, number, range(layers))
             one, _ = stage_of(entry, part, batch=batch, sequence=job.seq, **axes)
-            seconds.append(sum(CostModel(one, own, build_layout(one)).moments_s))
+            seconds.append(sum(Computing(one, own).moments_s))
         each_s.append(seconds[1] - seconds[0])
         ends_s.append(seconds[0])
     counts = [1] * stages

@@ -5,20 +5,9 @@ policy fit. Each result is a file in a cache beside the results, written atomica
 an interrupted sweep continues, and changed points or code compute anew.
 
 [Note: any joblib backend] The work is independent calls of one function of plain values, so any joblib backend can do
-it: loky (processes here), threading, or one that another package registers:
-
-    from dask.distributed import Client          # pip install "dask[distributed]"
-    client = Client("scheduler:8786")            # registers the backend "dask"
-    with joblib.parallel_config(backend="dask"):
-        ps.sweep("grid.toml", "results.parquet", jobs=None)
-
-    from ray.util.joblib import register_ray     # pip install ray
-    register_ray()
-    with joblib.parallel_config(backend="ray", n_jobs=64):
-        ps.sweep("grid.toml", "results.parquet", jobs=None)
-
-Only the calling process writes files; workers need this package and the files that the grid names. Backends that cannot
-return results one by one get a few groups at a time.
+it, also one that another package registers, such as dask (docs/how-to/capacity.md). Only the calling process writes
+files; workers need this package and the files that the grid names. Backends that cannot return results one by one get a
+few groups at a time.
 """
 
 from __future__ import annotations

@@ -143,9 +143,7 @@ class _Race:
     fast: plans and timelines that take best_s.
     best: moves and pins least of `fast`.
     shortest: the nearest, and why it does not fit.
-    reorders: plans have another order than the workloads, whose bounds then do not hold.
-    unable: why candidates cannot be planned.
-    tried: in words -> outcome.
+    reorders: plans have other orders, so bounds of the workloads do not hold.
     """
 
     def __init__(

@@ -41,6 +41,7 @@ class Cell(NamedTuple):
 
 Part = tuple[Workload, Sequence[Crossing]]
 """One micro-batch of a part of the model, and what crosses its borders."""
+_Moments = tuple[Sequence[Moment], Sequence[Crossing]]
 
 
 def cells_of(schedule: str, stages: int, micro_batches: int, parts: int = 1) -> list[list[Cell]]:
@@ -93,9 +94,46 @@ def in_schedule(parts: Sequence[Part], cells: Sequence[Sequence[Cell]], stage: i
     cells: of all stages.
     """
     mine = cells[stage]
-    if not parts[0][1] and all(mine[n].micro_batch == mine[n + 1].micro_batch for n in range(0, len(mine), 2)):
+    if _one_by_one(parts[0][1], mine):
         return repeat_micro_batch(parts[0][0], len(mine) // 2)
-    bodies = [one.moments[:-1] for one, _ in parts]
+    moments, crossed = _in_turns([(one.moments, crossings) for one, crossings in parts], cells, stage)
+    borders = sorted((border for _, border in crossed), key=lambda b: (b.behind, not b.receives, _ONCE.get(b.what, 0)))
+    begins = list(accumulate((len(one.tensors) for one, _ in parts), initial=0))
+    passes = [_passes(one.moments[:-1]) for one, _ in parts]
+    used = [[[use for use in one.uses if use.moment in run] for run in runs] for (one, _), runs in zip(parts, passes)]
+    uses, first = list[Use](), 0
+    for _, backward, part in mine:
+        row = passes[part][backward]
+        uses += [
+            Use(moment=first + use.moment - row[0], tensor=begins[part] + use.tensor, kind=use.kind)
+            for use in used[part][backward]
+        ]
+        first += len(row)
+    return replace(
+        parts[0][0],
+        micro_batches=1 + moments[-1].micro_batch,
+        tensors=parts[0][0].tensors if len(parts) == 1 else _tensors([one for one, _ in parts], begins),
+        moments=tuple(moments),
+        uses=tuple(uses),
+        borders=tuple(borders),
+        order=Order.PIPELINED,
+    )
+
+
+def peak_in_schedule(parts: Sequence[_Moments], cells: Sequence[Sequence[Cell]], stage: int) -> int:
+    """Non-model bytes of `in_schedule`'s job, at most."""
+    alone = _one_by_one(parts[0][1], cells[stage])
+    return max(m.peak_bytes for m in (parts[0][0] if alone else _in_turns(parts, cells, stage)[0]))
+
+
+def _one_by_one(crossings: Sequence[Crossing], mine: Sequence[Cell]) -> bool:
+    return not crossings and all(mine[n].micro_batch == mine[n + 1].micro_batch for n in range(0, len(mine), 2))
+
+
+def _in_turns(
+    parts: Sequence[_Moments], cells: Sequence[Sequence[Cell]], stage: int
+) -> tuple[list[Moment], list[tuple[Crossing, Border]]]:
+    mine, bodies = cells[stage], [moments[:-1] for moments, _ in parts]
     passes = [_passes(body) for body in bodies]
     rows = [passes[cell.part][cell.backward] for cell in mine]
     first = list(accumulate((len(row) for row in rows), initial=0))  # moment of each cell, then the optimizer step
@@ -111,7 +149,7 @@ def in_schedule(parts: Sequence[Part], cells: Sequence[Sequence[Cell]], stage: i
         for m, own in zip(levels, owners)
     ]
     last = moments[-1].end_bytes
-    moments.append(copy_moment(parts[0][0].moments[-1], last, last, last, count - 1))
+    moments.append(copy_moment(parts[0][0][-1], last, last, last, count - 1))
     turns = {"each": range(count), "first": (0,), "last": (count - 1,)}
     arrivals = _arrivals(cells, stage) if len(parts) > 1 else {}
     found = [
@@ -126,24 +164,7 @@ def in_schedule(parts: Sequence[Part], cells: Sequence[Sequence[Cell]], stage: i
         (crossing, _border(crossing, n, first, begin, cells, stage, arrivals.get((n, crossing.what))))
         for crossing, n, begin in found
     ]
-    moments = _with_borders(moments, crossed)
-    borders = sorted((border for _, border in crossed), key=lambda b: (b.behind, not b.receives, _ONCE.get(b.what, 0)))
-    begins = list(accumulate((len(one.tensors) for one, _ in parts), initial=0))
-    uses = [
-        Use(moment=first[n] + use.moment - row[0], tensor=begins[cell.part] + use.tensor, kind=use.kind)
-        for n, (cell, row) in enumerate(zip(mine, rows))
-        for use in parts[cell.part][0].uses
-        if use.moment in row
-    ]
-    return replace(
-        parts[0][0],
-        micro_batches=count,
-        tensors=parts[0][0].tensors if len(parts) == 1 else _tensors([one for one, _ in parts], begins),
-        moments=tuple(moments),
-        uses=tuple(uses),
-        borders=tuple(borders),
-        order=Order.PIPELINED,
-    )
+    return _with_borders(moments, crossed), crossed
 
 
 def _passes(body: Sequence[Moment]) -> tuple[range, range]:

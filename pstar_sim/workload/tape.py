@@ -109,7 +109,7 @@ class Tape:
         self.crossings: list[Crossing] = []
         self._index: dict[str, int] = {}
         self._borrowed: dict[str, Tensor] = {}
-        self._parts = 0  # bytes of `sum_at_end`
+        self.summed: dict[int, int] = {}  # moment -> bytes of its `sum_at_end`
         self._arriving = (0, 0)  # bytes of a slice that was received, and of the whole
         self._casts: dict[str, bool] = {}  # parameter whose copy is there -> whether backward needs it
         self._opened: tuple[str, Phase, str] | None = None
@@ -169,8 +169,8 @@ class Tape:
     def close(self) -> None:
         """With the optimizer step, which has no bytes of its own."""
         self.open("step", "<root>", Phase.ADAM)
-        if self._parts:
-            self.all_reduce(self._parts)
+        if summed := sum(self.summed.values()):
+            self.all_reduce(summed)
         self._close()
 
     def _close(self) -> None:
@@ -287,7 +287,8 @@ class Tape:
     def sum_at_end(self, names: Iterable[str]) -> None:
         """Of parameters that ranks have whole, but compute from part of the tokens: one all-reduce before the optimizer
         step."""
-        self._parts += self.size(names) if self.sequence else 0
+        size = self.size(names) if self.sequence else 0
+        self.summed[len(self.moments)] = self.summed.get(len(self.moments), 0) + size
 
     def receive(self, what: str, size: int) -> None:
         """What the next moment needs comes from another stage ([Note: slices of borders])."""

@@ -356,14 +356,19 @@ class Workload:
     @cached_property
     def states_bytes_per_param(self) -> float:
         """Mean per trainable parameter; without any, of a tensor of no kind."""
-        kinds = self.optimizer.states_by_dtype(t.dtype for t in self.tensors)
+        numel, size = self.states_of(self.tensors)
+        return size / numel if numel else sum(size for _, size in self.optimizer.state_bytes)
+
+    def states_of(self, tensors: Sequence[Tensor]) -> tuple[int, int]:
+        """Trainable parameters, and bytes of states."""
+        kinds = self.optimizer.states_by_dtype(t.dtype for t in tensors)
         numel, size = 0, 0
-        for t in self.tensors:
+        for t in tensors:
             if not t.frozen and t.tied_to is None:
                 states = kinds[t.dtype][self.optimizer.kind_of(t.name, t.shape)]
                 numel += t.numel
                 size += sum(states.list_bytes(t.numel, [t.shape]).values())
-        return size / numel if numel else sum(size for _, size in self.optimizer.state_bytes)
+        return numel, size
 
     @cached_property
     def params(self) -> int:

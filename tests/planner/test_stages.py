@@ -35,7 +35,8 @@ from pstar_sim.planner.grid import load_grid
 from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.limits import Limit, deeper, max_model
 from pstar_sim.planner.stages import PlannedStages, _with_waits, examine_set, plan_stages, planned_again
-from pstar_sim.planner.stages_compared import _Closed, _Waiting, compare_stages
+from pstar_sim.planner.stages_closed import Closed
+from pstar_sim.planner.stages_compared import _Waiting, compare_stages
 from pstar_sim.planner.stages_cut import Cut
 from pstar_sim.planner.stages_degrees import Way, ways_of, ways_to_spread
 from pstar_sim.planner.stages_machines import machine_of_stage
@@ -1115,8 +1116,8 @@ class TestRecomputation:
             Way(parallelism=Parallelism.parse(text), batch=1, micro_batches=4, recompute="all")
             for text in ("pp=4", "tp=4")
         )
-        closed = [_Closed(way=deep.but(how), bound_s=bound_s) for how, bound_s in bounds_s.items()]
-        waiting = _Waiting([*closed, _Closed(way=wide, bound_s=9.95)], room_bytes=0, every=False)
+        closed = [Closed(way=deep.but(how), bound_s=bound_s) for how, bound_s in bounds_s.items()]
+        waiting = _Waiting([*closed, Closed(way=wide, bound_s=9.95)], room_bytes=0, every=False)
         fastest_s = math.inf
         for way, seconds in ((deep, 10.5), (wide, 10.0), (deep.but("none"), 8.9)):
             assert waiting.next_below(fastest_s) == way
@@ -1127,7 +1128,7 @@ class TestRecomputation:
         """An estimate of all is high: its plan is slices' and waits for 0.2 s, not 0.5 s."""
         way = Way(parallelism=Parallelism.parse("dp=4"), batch=4, micro_batches=1, recompute="all")
         sliced = replace(way, parallelism=Parallelism.parse("dp=4,shard=states"))
-        ways = [_Closed(way=way, bound_s=9.9), _Closed(way=way.but("none"), bound_s=9.7)]
+        ways = [Closed(way=way, bound_s=9.9), Closed(way=way.but("none"), bound_s=9.7)]
         waiting = _Waiting(ways, room_bytes=0, every=False)
         waiting.planned(way, 10.4)
         (said,) = waiting.said_of_others(10.1)
@@ -1137,8 +1138,8 @@ class TestRecomputation:
 
     def test_a_way_without_room_for_states_waits_as_long_as_the_nearest(self) -> None:
         deep, wide = (Way(parallelism=Parallelism.parse(text), batch=1, micro_batches=4) for text in ("pp=4", "tp=4"))
-        less = _Closed(way=deep.but("none"), bound_s=9.0, activation_bytes=1, model_bytes=1)
-        waiting = _Waiting([less, _Closed(way=wide, bound_s=8.0)], room_bytes=1, every=False)
+        less = Closed(way=deep.but("none"), bound_s=9.0, activation_bytes=1, model_bytes=1)
+        waiting = _Waiting([less, Closed(way=wide, bound_s=8.0)], room_bytes=1, every=False)
         waiting.planned(wide, 10.0)
         assert waiting.next_below(10.0) is None
         assert waiting.said_of_others(10.0)[0].startswith("1 way with less recomputation: no room for weights")

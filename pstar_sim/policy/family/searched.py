@@ -117,8 +117,7 @@ def jobs_of_sizes(name: str, workload: Workload, machine: Machine, settings: Set
 
 
 class _Sizes:
-    """Until a plan is good enough, the effort is used up, or every search is exhausted. More effort mostly
-    finds a faster plan.
+    """Until a plan is good enough, or the effort or every search is exhausted.
 
     few: at the usual size.
     searches: of sizes that fit.

@@ -71,7 +71,6 @@ class _ChunksByLayer:
     """A layer is a numbered module ("h.5"), in a model without, each chunk. A chunk belongs to the first layer it
     holds, or none if it also holds others' parameters.
 
-    words: count, of chunks or of groups of layers.
     of: moving chunk -> layer, by first use.
     outside: of no layer, always on the GPU.
     """

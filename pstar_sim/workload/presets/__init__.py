@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from fractions import Fraction
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from math import ceil, gcd, lcm
 
 from msgspec import structs
@@ -49,8 +49,10 @@ __all__ = [
     "default_dtype",
     "has_kernels",
     "kernels_of",
+    "kinds_of_layers",
     "preset",
     "stage_of",
+    "taped_stage",
     "variant",
     "without_autocast",
     "workload_of",
@@ -147,6 +149,20 @@ def stage_of(
     **given: Unpack[AxesGiven],
 ) -> tuple[Workload, Sequence[Crossing]]:
     """One micro-batch of a part of a model, and what crosses its borders. Raises ModelError."""
+    workload, tape = taped_stage(entry, stage, batch=batch, sequence=sequence, model=model, **given)
+    return workload, tape.crossings
+
+
+def taped_stage(
+    entry: ModelEntry,
+    stage: Stage,
+    *,
+    batch: int,
+    sequence: int,
+    model: str | None = None,
+    **given: Unpack[AxesGiven],
+) -> tuple[Workload, Tape]:
+    """As `stage_of`."""
     name = model or entry.name
     _check_experts(entry, name, stage)
     if not stage.whole and (lora := given.get("lora")) is not None:
@@ -219,7 +235,7 @@ def _check_experts(entry: ModelEntry, model: str, stage: Stage) -> None:
 
 def _written(
     entry: ModelEntry, name: str, axes: Axes, *, batch: int, sequence: int, stage: Stage | None = None
-) -> tuple[Workload, Sequence[Crossing]]:
+) -> tuple[Workload, Tape]:
     given, axes = axes, axes.filled()
     refuse = partial(_refusal, name)
     batch = whole(f"model {name}: batch", batch, error=ModelError)
@@ -280,7 +296,19 @@ def _written(
         **recorded,
         notes=", ".join(filter(None, (*own, *axes.notes))),
     )
-    return workload, tape.crossings
+    return workload, tape
+
+
+@lru_cache(maxsize=256)
+def kinds_of_layers(entry: ModelEntry, axes: Axes) -> tuple[tuple[bool, bool, int], ...]:
+    """Recomputation, experts and sight of each."""
+    shape = Shape(
+        model=entry,
+        batch=1,
+        sequence=1,
+        axes=_recomputed(partial(_refusal, entry.name), axes.filled(), axes.checkpointing),
+    )
+    return tuple((shape.recomputes(i), entry.has_experts(i), entry.window_of(i)) for i in range(entry.layers))
 
 
 @cache
