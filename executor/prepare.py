@@ -24,7 +24,7 @@ from executor.capture import capture_module
 from executor.compatibility import check_model, check_settings
 from executor.contract import reader_left, tensor_of
 from executor.descriptions import Optimizer, group_of
-from executor.devices.backend import Backend, available_host_bytes, keep_freed_pages, map_large_blocks
+from executor.devices.backend import Backend, available_host_bytes, claim_holes, keep_freed_pages, map_large_blocks
 from executor.devices.opening import DeviceOptions, check_placement, move_buffers, open_backend
 from executor.devices.packed import form_of, mark_packed, skeleton_of
 from executor.devices.rounding import STOCHASTIC
@@ -300,9 +300,14 @@ def _set_up_process(backend: Backend, threads: int | None, plan: Plan) -> Callab
     them back."""
     if backend.device.type != "cpu":
         return lambda: None
-    if not (map_large_blocks if plan.nvme_budget_bytes else keep_freed_pages)():
+    on_disks, undo = plan.nvme_budget_bytes > 0, contextlib.ExitStack()
+    if not (map_large_blocks if on_disks else keep_freed_pages)():
         log.info("the C library is not glibc: evicted memory may go back to the system each time")
-    return ask_torch_threads(threads) if threads is not None else lambda: None
+    elif on_disks:
+        undo.callback(claim_holes())
+    if threads is not None:
+        undo.callback(ask_torch_threads(threads))
+    return undo.close
 
 
 def _session_options(

@@ -1,10 +1,9 @@
 """Backends: the engine's interface to an accelerator, and the virtual accelerator.
 
 [Note: glibc and eviction] glibc gives big blocks back to the system at every eviction, and fresh pages cost more than
-kept ones (16-47 ms for 32 MiB beside 2.5 ms). `keep_freed_pages` tells malloc, once per process, to keep them, with one
-arena for all queues' threads. Holes between kept blocks may fit no later block, not even one of the same size (500 MB
-beside payloads of 84 MB), so under a plan with lists on disks, which waits for these rather than for pages,
-`map_large_blocks` gives each large block pages of its own.
+kept ones (16-47 ms for 32 MiB beside 2.5 ms). `keep_freed_pages` tells malloc to keep them, with one arena for all
+queues' threads. Holes between kept blocks may fit no later block (500 MB beside payloads of 84 MB), so under a plan
+with lists on disks `map_large_blocks` gives each large block pages of its own.
 """
 
 from __future__ import annotations
@@ -29,10 +28,11 @@ from pstar_sim.errors import OutOfMemory
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8  # options of mallopt
 _LARGE_BYTES = 1 << 17
+_MAPPED = 2  # bit of the size before a block that has pages of its own
 
 
 class Backend(Protocol):
-    """An accelerator as the engine sees it. Every method but `copied_bytes` may be called from any queue's thread."""
+    """Every method but `copied_bytes` may be called from any queue's thread."""
 
     name: str
     device: torch.device
@@ -48,8 +48,12 @@ class Backend(Protocol):
         """Returns uint8 [size_bytes] of host memory for copies, pinned where that exists."""
         ...
 
+    def empty_pages(self, memory: torch.Tensor) -> None:
+        """Of a slab; pinned ones keep their memory. Contents are undefined afterwards."""
+        ...
+
     def gpu_payload(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a tensor [numel] on a storage of its own, without memory (0 bytes)."""
+        """Returns a tensor [numel] on a storage without memory."""
         ...
 
     def take(self, payload: torch.Tensor) -> None:
@@ -58,12 +62,11 @@ class Backend(Protocol):
         ...
 
     def available_gpu_bytes(self) -> int | None:
-        """Returns the bytes that this process could hold on the accelerator, those it holds included; None without a
-        limit."""
+        """What this process could hold, with what it holds; None without a limit."""
         ...
 
     def give(self, payload: torch.Tensor) -> None:
-        """Take the payload's memory away. Views stay valid tensors but must not be read."""
+        """Views stay valid tensors but must not be read."""
         ...
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, direction: Queue) -> None:
@@ -73,36 +76,33 @@ class Backend(Protocol):
         ...
 
     def copy_in_fp32(self, target: torch.Tensor, source: torch.Tensor, direction: Queue) -> None:
-        """Copy like `copy`, but cast on the far side of the link: every element crosses it as fp32, 4 bytes are
-        counted, and the gpu has room for the fp32 values."""
+        """Like `copy`, cast on the far side: every element crosses as fp32, and the gpu has room for fp32 values."""
         ...
 
     def zero(self, payload: torch.Tensor) -> None:
-        """Write zeros into a gpu payload; done on return or issued, as in `copy`."""
+        """Done on return or issued, as in `copy`."""
         ...
 
     def issue(self, work: Callable[[], object]) -> None:
-        """Do `work`, torch operations on payloads, in the order of this thread's queue, as in `copy`. It looks up host
-        memory when it is issued."""
+        """Do `work`, torch operations, in the order of this thread's queue, as in `copy`. It looks up host memory when
+        it is issued."""
         ...
 
     def fence(self, queue: Queue) -> None:
-        """Return when the work that this thread issued for `queue` has happened. Returns at once in threads of a stream
-        backend's queues, whose edges are events."""
+        """Return when this thread's work for `queue` has happened; at once in threads of a stream backend's queues,
+        whose edges are events."""
         ...
 
     def room(self, payload_bytes: int) -> None:
-        """Limit the payloads on the gpu to the budget less the tide. The compute queue calls this before it allocates
-        non-model data."""
+        """Limit payloads on the gpu to the budget less the tide, before non-model data are allocated."""
         ...
 
     def touch(self) -> None:
-        """Note that the compute queue has issued work in this thread (autograd's own perhaps), which the moment's end
-        comes after."""
+        """The compute queue has issued work in this thread (autograd's own perhaps), before the moment's end."""
         ...
 
     def enter_thread(self, queue: Queue | None = None) -> None:
-        """Register the calling thread and its queue, before it executes steps."""
+        """The calling thread will execute steps."""
         ...
 
     def give_back(self) -> int:
@@ -123,12 +123,12 @@ class Backend(Protocol):
         ...
 
     def recount(self, payloads: Iterable[torch.Tensor]) -> None:
-        """Count the bytes of all payloads anew, after an interruption inside `take` or `give`."""
+        """After an interruption inside `take` or `give`."""
         ...
 
     @property
     def exchanges(self) -> int:
-        """Times that memory went back to the driver while plans ran; 0 where there is no driver."""
+        """Times that memory went back to the driver while plans ran."""
         ...
 
     def idle_bytes(self) -> int: ...
@@ -211,9 +211,8 @@ class VirtualBackend:
     """An accelerator in host memory.
 
     h2d_bytes_per_s, d2h_bytes_per_s: rates of the link to the gpu and to the host; None: as fast as memory copies.
-    gpu_bytes: memory of the accelerator, whatever a plan assumes (None: as the plan says); may change while a plan
-        runs. Payloads beyond it are refused with OutOfMemory, and the session counts all other live memory
-        (`guard.py`).
+    gpu_bytes: memory of the accelerator (None: as the plan says); may change while a plan runs. Payloads beyond it are
+        refused with OutOfMemory, and the session counts all other live memory (`guard.py`).
     adam_threads: torch threads of the queue that updates on the host.
     """
 
@@ -256,6 +255,11 @@ class VirtualBackend:
     def host_slab(self, size_bytes: int) -> torch.Tensor:
         """Zeros; a page takes memory when it is written."""
         return torch.frombuffer(mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+
+    def empty_pages(self, memory: torch.Tensor) -> None:
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel()), mmap.MADV_DONTNEED
+        )
 
     def gpu_payload(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         payload = torch.empty(numel, dtype=dtype)
@@ -346,6 +350,29 @@ def map_large_blocks() -> bool:
     return _set_malloc({_MMAP_MAX: 2**16, _MMAP_THRESHOLD: _LARGE_BYTES, _TRIM_THRESHOLD: _LARGE_BYTES, _ARENA_MAX: 1})
 
 
+def claim_holes() -> Callable[[], None]:
+    """After `map_large_blocks`: malloc still fills large holes first, and keeps their pages. They are taken, unwritten.
+    Returns what gives them back."""
+    claimed: list[int] = []
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+        size = 1 << 30
+        while size >= _LARGE_BYTES:
+            at = libc.malloc(ctypes.c_size_t(size))
+            if at and not ctypes.c_size_t.from_address(at - ctypes.sizeof(ctypes.c_size_t)).value & _MAPPED:
+                claimed.append(at)
+                continue
+            libc.free(at)
+            size //= 2
+
+    def give_back() -> None:
+        while claimed:
+            libc.free(claimed.pop())
+
+    return give_back
+
+
 def _set_malloc(options: Mapping[int, int]) -> bool:
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
@@ -355,7 +382,7 @@ def _set_malloc(options: Mapping[int, int]) -> bool:
 
 
 def give_freed_pages_back() -> None:
-    """Give back pages that malloc kept."""
+    """Those that malloc kept."""
     with contextlib.suppress(OSError, AttributeError):  # a C library that keeps no pages
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 

@@ -170,6 +170,9 @@ class CudaBackend(CudaStreams):
                 log.warning("the driver pins no more host memory (%s); copies of the rest are slower", why)
             return torch.empty(size_bytes, dtype=torch.uint8)
 
+    def empty_pages(self, memory: torch.Tensor) -> None:
+        """Pinned pages keep their memory."""
+
     def gpu_payload(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self._blocks.payload(numel, dtype)
 

@@ -23,9 +23,9 @@ from pstar_sim.core.step import Kind
 from pstar_sim.dtypes import DTYPES
 from pstar_sim.workload.optimizers import MASTERS
 
-BLOCK = 1 << 20  # elements of one piece where a cast needs scratch: its 4 MiB stay in cache
+BLOCK = 1 << 18  # elements of one piece where a cast needs scratch: its 1 MiB stays in cache
 _ROUND_BYTES = (4 * 4 + 3 * 8) * ROUND_BLOCK  # four lists in fp32, and what three operators of a rounding make
-GPU_BLOCK = 4 * BLOCK  # larger on the gpu: a piece that fits a cache is too small for a kernel
+GPU_BLOCK = 16 * BLOCK  # larger on the gpu: a piece that fits a cache is too small for a kernel
 
 
 Span = Callable[[int, int], tuple[int, int]]
@@ -187,6 +187,15 @@ def _pieces(runs: Iterable[UpdateRange], block: int) -> Iterator[list[UpdateRang
             piece.append(part)
     if piece:
         yield piece
+
+
+def add(target: torch.Tensor, source: torch.Tensor) -> None:
+    """In place, to a contiguous tensor; torch's CPU casts all of a narrower one first, so pieces are added."""
+    if target.dtype == source.dtype or target.device.type != "cpu":
+        target.add_(source)
+        return
+    for piece, more in zip(torch.split(target.view(-1), BLOCK), torch.split(source.reshape(-1), BLOCK)):
+        piece.add_(more)
 
 
 def total_norm(norms: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from executor.devices.updates import BLOCK
+from executor.devices.updates import add
 from executor.memory.arena import Arena
 from executor.memory.chunk_state import ChunkState
 from executor.memory.slices import OTHERS_OF
@@ -19,6 +19,7 @@ from pstar_sim.errors import PlanError
 from pstar_sim.workload.optimizers import MASTER_LIST, MASTERS
 
 GPU, HOST, NVME = Place.GPU, Place.HOST, Place.NVME
+NORM_BLOCK = 1 << 20  # elements of two gradients that are added for their norm
 GRADIENT_LISTS = ("param", "grad", "grad32")
 BESIDE = frozenset({(GPU, "grad"), (GPU, "param")})  # two gradients that no list has room to add, until the update
 
@@ -117,7 +118,7 @@ class ChunkGradients:
         if tensor in mine:
             state = self.chunks[chunk]
             before, state.adding = state.adding, True
-            target.add_(gradient)
+            add(target, gradient)
             state.adding = before
         else:
             mine.add(tensor)
@@ -138,7 +139,7 @@ class ChunkGradients:
         if len(parts) > 1:
             raise PlanError(f"the norm of tensor {tensor}'s gradient is asked for before its parts {parts} are added")
         for place, list_name in parts:
-            if place is NVME:
+            if place is NVME and tensor in self._norms:
                 return self._norms[tensor]
             lent = tensor in state.lent and (place, list_name) == (GPU, "param")
             slot = self._slot(tensor, MASTER_LIST).view(-1) if lent else self.slots.at(place, tensor, list_name)
@@ -148,14 +149,16 @@ class ChunkGradients:
 
     def _norm_of_both(self, tensor: int) -> torch.Tensor:
         lists = [self.slots.at(GPU, tensor, name) for name in ("grad", "param")]
-        blocks = zip(*(torch.split(each, BLOCK) for each in lists))
+        blocks = zip(*(torch.split(each, NORM_BLOCK) for each in lists))
         norms = [torch.linalg.vector_norm(first.to(torch.float32).add_(last)) for first, last in blocks]
         norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
         return norm
 
     def note_norms(self, chunk: int, list_name: str) -> None:
-        """Takes the norms of gradients about to go from host to disks."""
-        for tensor in self.chunks[chunk].where(HOST, list_name) if self.arena.plan.settings.clip else ():
+        """Of gradients about to go from host to disks, where norms are not taken as they arrive."""
+        plan = self.arena.plan
+        clips = plan.settings.clip and plan.workload.micro_batches > 1
+        for tensor in self.chunks[chunk].where(HOST, list_name) if clips else ():
             self._norms[tensor] = torch.linalg.vector_norm(
                 self.slots.at(HOST, tensor, list_name), dtype=self.norm_dtype
             )
@@ -224,8 +227,8 @@ class ChunkGradients:
                 slot = self.slots.parts[tensor]
                 a, b = max(slot.offset, first), min(slot.offset + slot.numel, end)
                 if a < b:
-                    add = total[a:b].add_ if tensor in sums else total[a:b].copy_
-                    add(self.arena.at(place, chunk, name)[a:b])
+                    put = add if tensor in sums else torch.Tensor.copy_
+                    put(total[a:b], self.arena.at(place, chunk, name)[a:b])
             sums.update(mine[name])
 
     def add_on_host(self, chunk: int, list_name: str | None) -> None:
@@ -241,7 +244,7 @@ class ChunkGradients:
             whole.copy_(self.arena.at(HOST, chunk, source))
         else:
             for tensor in arrived:
-                self.slots.at(HOST, tensor, "grad32").add_(self.slots.at(HOST, tensor, source))
+                add(self.slots.at(HOST, tensor, "grad32"), self.slots.at(HOST, tensor, source))
         if source == "param":
             # The slots keep a spent gradient: this copy must not be read until Adam rewrites it.
             state.current.discard(HOST)
@@ -257,16 +260,16 @@ class ChunkGradients:
             for tensor in arrived
         ]
 
-        def add() -> None:
+        def add_each() -> None:
             for target, gradient, has_some in pairs:
                 if has_some:
-                    target.add_(gradient)
+                    add(target, gradient)
                 else:
                     target.copy_(gradient)
 
         state.adding = True
         state.ahead.add("grad32")
-        self.arena.backend.issue(add)
+        self.arena.backend.issue(add_each)
         sums.update(arrived)
         arrived.clear()
         state.adding = False

@@ -19,7 +19,7 @@ from executor.disks.store import DiskStore
 from executor.memory.slices import OTHERS_OF, GpuPayload, Steady
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Plan
-from pstar_sim.core.slabs import Pool, host_room, pool_rooms, pooled_payloads
+from pstar_sim.core.slabs import Pool, host_room, pool_peak_bytes, pool_rooms, pooled_payloads
 from pstar_sim.core.step import OTHERS, Place
 from pstar_sim.errors import DoesNotFit, PlanError
 
@@ -135,7 +135,11 @@ class GpuPayloads:
 
 
 class HostSlabs:
-    """Carved from power-of-two slabs. Any thread may take and give."""
+    """Carved from power-of-two slabs. Any thread may take and give.
+
+    [Note: holes of the pool] Payloads of several sizes leave holes. Once more pages were written than payloads ever
+    take, unpinned ones of holes go back to the system.
+    """
 
     def __init__(self, plan: Plan, backend: Backend) -> None:
         self.plan = plan
@@ -147,6 +151,8 @@ class HostSlabs:
         largest = max((plan.layout.payload_bytes(*key) for key in self._pooled), default=0)
         self._pool_rooms = pool_rooms(plan)
         self._pool = Pool(self._pool_rooms.values(), largest)
+        self._peak_bytes = pool_peak_bytes(plan)
+        self._written_bytes = 0  # of the pool, at most: pages that have memory
         self._rooms: list[torch.Tensor] = []
         self._in_pool: dict[tuple[int, str], tuple[int, int]] = {}  # payload -> (room, first byte)
         self._lock = threading.Lock()
@@ -174,7 +180,7 @@ class HostSlabs:
         self._rooms = [self.first_bytes(key, size) for key, size in self._pool_rooms.items()]
 
     def at(self, chunk: int, list_name: str) -> torch.Tensor:
-        """Flat [numel]; off the plan, one without room in the slabs has memory of its own."""
+        """Flat [numel]; off the plan perhaps beside the slabs."""
         key = (chunk, list_name)
         payload = self._payloads.get(key)
         if payload is None:
@@ -189,25 +195,37 @@ class HostSlabs:
         return payload
 
     def take(self, chunk: int, list_name: str) -> None:
-        """A room of the pool ([Note: the pool] in core/slabs.py); others keep their memory."""
+        """[Note: the pool] in core/slabs.py; others keep their memory."""
         key = (chunk, list_name)
         if key in self._pooled:
             size = self.plan.layout.payload_bytes(chunk, list_name)
             with self._lock:
                 self._wait_for_copies()
-                room, first = self._in_pool[key] = self._pool.take(size)
-                if room == len(self._rooms):
-                    self._rooms.append(self.backend.host_slab(self._pool.more_bytes))
+                room, first = self._in_pool[key] = self._take(size)
                 memory = self._rooms[room][first : first + size]
                 self._payloads[key] = memory.view(dtype_of(self.plan.layout, chunk, list_name))
+
+    def _take(self, size_bytes: int) -> tuple[int, int]:
+        """[Note: holes of the pool]"""
+        held_bytes = self._pool.held_bytes
+        room, first = self._pool.take(size_bytes)
+        if room == len(self._rooms):
+            self._rooms.append(self.backend.host_slab(self._pool.more_bytes))
+        written_bytes = self._written_bytes + self._pool.held_bytes - held_bytes
+        self._written_bytes = min(written_bytes, sum(self._pool.ends))
+        if self._written_bytes > self._peak_bytes:
+            for hole, start, size in self._pool.free:
+                self.backend.empty_pages(self._rooms[hole][start : min(start + size, self._pool.ends[hole])])
+            self._written_bytes = self._pool.held_bytes
+        return room, first
 
     def lend(self, size_bytes: int) -> torch.Tensor | None:
         """uint8 [size_bytes] of the pool until its last view is gone; None without room."""
         with self._lock:
             self._wait_for_copies()
-            if not self._pool.has(size_bytes):
+            if self._pool.held_bytes + size_bytes > self._peak_bytes or not self._pool.has(size_bytes):
                 return None
-            room, first = self._pool.take(size_bytes)
+            room, first = self._take(size_bytes)
             slab = self._rooms[room]
         memory = (ctypes.c_ubyte * size_bytes).from_address(slab.data_ptr() + first)
         back = weakref.finalize(

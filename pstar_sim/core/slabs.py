@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 from pstar_sim.core.effects import frees, takes
 from pstar_sim.core.plan import Plan, Resident
@@ -134,7 +135,6 @@ def pooled_payloads(plan: Plan) -> set[tuple[int, str]]:
 class Pool:
     """[Note: the pool]
 
-    room_bytes: of each room.
     more_bytes: of an added room, at least.
     ends: last byte ever taken of each room.
     """
@@ -143,6 +143,12 @@ class Pool:
         self.more_bytes = _in_pages(more_bytes)
         self._free = [(room, 0, size) for room, size in enumerate(room_bytes)]  # (room, first byte, bytes), ascending
         self.ends = [0] * len(self._free)
+        self.held_bytes = 0
+
+    @property
+    def free(self) -> list[tuple[int, int, int]]:
+        """(room, first byte, bytes)."""
+        return list(self._free)
 
     def has(self, size_bytes: int) -> bool:
         return self._place(_in_pages(size_bytes)) is not None
@@ -162,10 +168,12 @@ class Pool:
         if left > size:
             insort(self._free, (room, first + size, left - size))
         self.ends[room] = max(self.ends[room], first + size)
+        self.held_bytes += size
         return room, first
 
     def give(self, room: int, first: int, size_bytes: int) -> None:
         end = first + _in_pages(size_bytes)
+        self.held_bytes -= _in_pages(size_bytes)
         beside = [row for row in self._free if row[0] == room and (row[1] == end or row[1] + row[2] == first)]
         for row in beside:
             self._free.remove(row)
@@ -187,6 +195,12 @@ def pool_rooms(plan: Plan) -> dict[tuple[int, str], int]:
         ends = _ends(moves, room_bytes)
         least = min(least, ends, key=lambda rooms: (sum(map(_power_of_two, rooms)), sum(rooms)))
     return {pool_key(number): size for number, size in enumerate(least)}
+
+
+def pool_peak_bytes(plan: Plan) -> int:
+    """The most at a time in the plan's order, in whole pages."""
+    changes = (_in_pages(size) if comes else -_in_pages(size) for _, size, comes in _pool_moves(plan))
+    return max(accumulate(changes), default=0)
 
 
 def _pool_moves(plan: Plan) -> list[tuple[Resident, int, bool]]:

@@ -24,6 +24,7 @@ import executor
 from executor.devices.backend import (
     VirtualBackend,
     available_host_bytes,
+    claim_holes,
     give_freed_pages_back,
     keep_freed_pages,
     map_large_blocks,
@@ -271,6 +272,31 @@ class TestVirtualBackend:
             keep_freed_pages()
             give_freed_pages_back()
         assert available_host_bytes() > 0
+
+    def test_large_blocks_do_not_fill_claimed_holes(self) -> None:
+        libc = ctypes.CDLL(None)
+        libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+        libc.free.argtypes = [ctypes.c_void_p]
+
+        def fills_a_hole() -> bool:
+            block = libc.malloc(4 << 20)
+            libc.free(block)
+            return bool(block % PAGE_BYTES != 16)
+
+        set_up = keep_freed_pages()
+        hole, behind = libc.malloc(8 << 20), libc.malloc(64)
+        libc.free(hole)
+        try:
+            map_large_blocks()
+            before = fills_a_hole()
+            give_back = claim_holes()
+            claimed = fills_a_hole()
+            give_back()
+            assert not set_up or (before, claimed) == (True, False)
+        finally:
+            libc.free(behind)
+            keep_freed_pages()
+            give_freed_pages_back()
 
 
 class TestPrepareRefuses:

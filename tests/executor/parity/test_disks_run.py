@@ -17,7 +17,7 @@ from executor.devices.backend import VirtualBackend
 from executor.disks.folders import DiskFolders
 from executor.disks.store import DiskStore
 from executor.memory.payloads import DiskPayloads, HostSlabs
-from pstar_sim.core.slabs import pool_key
+from pstar_sim.core.slabs import PAGE_BYTES, pool_key, pool_peak_bytes, pooled_payloads
 from pstar_sim.core.step import Kind, Place, Queue
 from pstar_sim.errors import DiskError, PlanError
 
@@ -251,3 +251,35 @@ def test_a_checkpoint_holds_what_is_on_disks(kit: Any, start: Callable[..., Any]
     for values, kept in states[1:]:
         assert all(torch.equal(values[key], value) for key, value in states[0][0].items())
         assert all(torch.equal(kept[i][key], value) for i, row in states[0][1].items() for key, value in row.items())
+
+
+def test_holes_of_the_pool_give_their_pages_back(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any order, no more pages have memory than payloads have at a time in the plan's order."""
+    plan = kit.plan_on_disks("mlp", "params=nvme,states=nvme", micro_batches=1, clip=False, dtype=torch.bfloat16)
+    backend, slabs_made = VirtualBackend(), list[torch.Tensor]()
+    host_slab = backend.host_slab
+
+    def noted(size_bytes: int) -> torch.Tensor:
+        slabs_made.append(host_slab(size_bytes))
+        return slabs_made[-1]
+
+    monkeypatch.setattr(backend, "host_slab", noted)
+    slabs = HostSlabs(plan, backend)
+    slabs.allocate()
+    sizes = {key: plan.layout.payload_bytes(*key) for key in sorted(pooled_payloads(plan))}
+    pages = {key: -(-size // PAGE_BYTES) for key, size in sizes.items()}
+    most, held = pool_peak_bytes(plan) // PAGE_BYTES, dict[tuple[int, str], int]()
+    for turn in range(8):
+        for key in sorted(sizes.keys() - held, key=lambda key: pages[key] * (-1) ** turn):
+            if sum(held.values()) + pages[key] <= most:
+                held[key] = pages[key]
+                slabs.take(*key)
+                slabs.at(*key).view(torch.uint8).fill_(1)
+                written = sum(int(slab.view(-1, PAGE_BYTES).any(dim=1).sum()) for slab in slabs_made)
+                assert sum(held.values()) <= written <= most
+        for key in list(held)[::2]:
+            assert torch.all(slabs.at(*key).view(torch.uint8) == 1)
+            slabs.give(*key)
+            del held[key]
+    assert sum(slab.numel() for slab in slabs_made) > slabs.room.total_bytes
+    slabs.give_all()
