@@ -47,7 +47,7 @@ def torchrun(python: str, folder: Path, *more: str) -> subprocess.CompletedProce
     """On a port that is free: torchrun's own is the same for all on the machine."""
     return subprocess.run(
         [python, "-W", "ignore", "-m", "torch.distributed.run", *shlex.split(LINE), *more],
-        env={**os.environ, **ENVIRONMENT, "PET_STANDALONE": "1"},
+        env={**os.environ, **ENVIRONMENT, "PET_STANDALONE": "1", "ZYGOTE_END": "whole"},
         cwd=folder,
         capture_output=True,
         text=True,

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from later import Later
 from plain_loop import train
 from torch import nn
-from transformers.optimization import Adafactor
 
 import executor
 from executor.describing import Joined
@@ -20,6 +20,7 @@ from pstar_sim.errors import CheckpointError, ContractError, PlanError
 from pstar_sim.policy.registry import find_policy
 
 WIDTH = 48
+optimization = Later("transformers.optimization")
 
 
 class Lion(torch.optim.Optimizer):
@@ -46,7 +47,9 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
     "adam": lambda ps: torch.optim.Adam(ps, lr=1e-2, weight_decay=0.1, fused=True),
     "sgd": lambda ps: torch.optim.SGD(ps, lr=1e-1, weight_decay=0.1),
     "sgd-momentum": lambda ps: torch.optim.SGD(ps, lr=1e-1, momentum=0.9, dampening=0.1, weight_decay=0.01),
-    "adafactor": lambda ps: Adafactor(ps, lr=1e-2, relative_step=False, scale_parameter=False, weight_decay=0.1),
+    "adafactor": lambda ps: optimization.Adafactor(
+        ps, lr=1e-2, relative_step=False, scale_parameter=False, weight_decay=0.1
+    ),
     "lion": lambda ps: Lion(ps, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1),
 }
 
@@ -192,7 +195,7 @@ def test_adafactor_by_the_size_of_parameters_and_its_own_steps() -> None:
     torch.manual_seed(3)
     reference = Stacks()
     model = copy.deepcopy(reference)
-    plain, mine = (Adafactor(each.parameters()) for each in (reference, model))
+    plain, mine = (optimization.Adafactor(each.parameters()) for each in (reference, model))
     losses = train(reference, plain, rows(torch.float32), 20, 1)
     batch = (torch.zeros(4, WIDTH),)
     _, optimizer = executor.offload(model, mine, batch, gpu_memory="120KB", policy="zero_offload")

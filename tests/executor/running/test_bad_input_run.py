@@ -259,7 +259,7 @@ def test_ctrl_c_in_the_middle_of_a_run(tmp_path: Path, python: str) -> None:
     argv += ["--steps", "100000", "--timeline", str(tmp_path / "timeline.json")]
     # A shell that starts a job in the background has it ignore SIGINT; a child of ours must not inherit that.
     running = subprocess.Popen(
-        argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "ZYGOTE_END": "whole"},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
     try:
