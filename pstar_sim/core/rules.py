@@ -32,7 +32,7 @@ from pstar_sim.core.step import DISK_QUEUES
 TOLERANCE = 1e-9
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class StepCosts:
     """seconds: nominal, of the step alone.
     duty: share of them, 0 to 1, that keeps shared resources busy.

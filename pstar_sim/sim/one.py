@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
-from pstar_sim.core.follow import Deadlock, Factor, Member, follow, follow_all
+from pstar_sim.core.follow import Deadlock, Factor, Member, follow_all, follow_once
 from pstar_sim.core.ledger import Moves
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.plan_set import PlanSet, sums_of
@@ -33,9 +33,9 @@ def play_one(
     """
     program = Program.of(plan)
     moves = Moves(plan)
-    costs = cost.step_costs(plan)
+    member = Member(program, cost.step_costs(plan), cost.rates())
     try:
-        record = follow(program, costs, cost.rates(), factor=jitter, most=max_iterations)
+        record = follow_once(plan, member, factor=jitter, most=max_iterations)
     except Deadlock as error:  # an error before the deadlock comes first
         for record in error.records:
             moves.book(record.events)

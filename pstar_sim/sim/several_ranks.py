@@ -26,7 +26,7 @@ from pstar_sim.core.program import Program
 from pstar_sim.core.rules import Rates
 from pstar_sim.core.step import COPIES, DISK_QUEUES, PAGEABLE, ROUTES, Kind, Queue, Step
 from pstar_sim.core.timeline import Timeline
-from pstar_sim.cost import CostModel, expected_link
+from pstar_sim.cost import CostModel, cost_of, expected_link
 from pstar_sim.errors import PlanError, PstarError
 from pstar_sim.sim.bytes_held import held
 from pstar_sim.sim.one import Jitter, play_one
@@ -67,7 +67,7 @@ def play_ranks(
 
 def _play_one_class(plan: Plan, cost: CostModel | None, max_iterations: int, jitter: Jitter | None) -> Timeline:
     job = plan.jobs[0]
-    seconds = cost or CostModel(job, plan.machine, plan.layout)
+    seconds = cost or cost_of(job, plan.machine, plan.layout)
     one = replace(plan, workload=job, ranked=None, machine=_one_rank(plan.machine))
     return play_one(one, seconds, max_iterations, jitter, moved_bytes=plan.moved_bytes)
 

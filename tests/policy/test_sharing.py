@@ -7,7 +7,10 @@ from dataclasses import replace
 import pytest
 
 import pstar_sim as ps
+from pstar_sim.core.follow import Member, follow_once
 from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.program import Program
+from pstar_sim.cost import cost_of
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.family.pace import period_s
 from pstar_sim.policy.kit.sharing import plan_once, plans_shared
@@ -28,6 +31,21 @@ def test_inside_a_plan_is_made_once_and_outside_always_anew() -> None:
     again = plan_once(tide, workload, machine, EAGER)
     assert again is not first
     assert again.steps == first.steps
+
+
+def test_inside_a_plan_is_followed_once_by_whoever_asks_unless_its_seconds_change() -> None:
+    workload, machine = ps.preset("1B", batch=2, seq=256), ps.machine("rtx4090")
+    with plans_shared(workload):
+        plan = plan_once(find_policy("tide"), workload, machine, EAGER)
+        cost = cost_of(workload, machine, plan.layout)
+        member = Member(Program.of(plan), cost.step_costs(plan), cost.rates())
+        first = follow_once(plan, member)
+        assert period_s(replace(plan, host_budget_bytes=plan.host_budget_bytes + 1)) == first.iteration_s
+        assert follow_once(plan, member) is first
+        link = replace(machine.link, h2d_bytes_per_s=machine.link.h2d_bytes_per_s / 2)
+        slower = replace(machine, ranks=(replace(machine.ranks[0], link=link),))
+        assert period_s(replace(plan, machine=slower)) > first.iteration_s
+    assert follow_once(plan, member) is not first
 
 
 def test_who_shares_first_shares_longest() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pstar_sim.core.follow import follow
+from pstar_sim.core.follow import Member, follow_once
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.program import Program
 from pstar_sim.core.step import part_counts
@@ -15,7 +15,7 @@ from pstar_sim.policy.passes.parts import in_parts
 def period_s(plan: Plan, cost: CostModel | None = None) -> float:
     """Of one rank, once steady. Raises PlanError for a deadlock."""
     cost = cost or cost_of(plan.workload, plan.machine, plan.layout)
-    return follow(Program.of(plan), cost.step_costs(plan), cost.rates()).iteration_s
+    return follow_once(plan, Member(Program.of(plan), cost.step_costs(plan), cost.rates())).iteration_s
 
 
 def faster_in_parts(plan: Plan, seconds: float) -> tuple[Plan, float]:

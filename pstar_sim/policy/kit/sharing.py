@@ -1,13 +1,14 @@
-"""A plan is made once for all who ask for it: a comparison plans every policy, and one that tries the others
-(`Capabilities.tries_others`) most of them again. Plans are large, so they are kept only inside `plans_shared`.
-"""
+"""A comparison plans every policy, and one that tries the others (`Capabilities.tries_others`) most of them again.
+Plans are large, so only `plans_shared` keeps them."""
 
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator
 
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.follow import RECORDS
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.workload.workload import Workload
@@ -15,21 +16,24 @@ from pstar_sim.workload.workload import Workload
 # Key of `Workload.derived`, for (policy, settings, id of the machine) -> (machine, plan or refusal), and for plan ->
 # seconds per iteration.
 _PLANS = ("plans",)
+_MOST_RECORDS = 4  # a plan is followed when it is made, when its memory is asked for, and when it is shown
 
 
 @contextlib.contextmanager
 def plans_shared(*workloads: Workload) -> Iterator[None]:
-    """`plan_once` keeps its plans for these workloads."""
+    """`plan_once` and `follow_once` remember for these workloads."""
     opened = []
     for workload in workloads:
         if _PLANS not in workload.derived:
             workload.derived[_PLANS] = {}
+            workload.derived[RECORDS] = deque(maxlen=_MOST_RECORDS)
             opened.append(workload)
     try:
         yield
     finally:
         for workload in opened:
             workload.derived.pop(_PLANS, None)
+            workload.derived.pop(RECORDS, None)
 
 
 def plan_once(
