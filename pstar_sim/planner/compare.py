@@ -351,7 +351,7 @@ def _compare(
 @dataclass(frozen=True)
 class _Found:
     """free: the job without a barrier of each policy that chooses its shares.
-    gains: words for the gains of such policies over equal shares.
+    gains: theirs over equal shares, in words.
     """
 
     rows: list[Row] = field(default_factory=list)

@@ -331,8 +331,7 @@ _NAMES = {"param": "weights", "grad": "gradients", "states": "optimizer states",
 
 
 def _of_tide(w: Workload, size_bytes: int) -> dict[str, int]:
-    """(activations, logits and loss) of a GPU with so much non-model data. Logits are what the moments between the
-    blocks' two passes hold beside the blocks' activations."""
+    """Logits are what moments between the blocks' two passes hold beside the blocks' activations."""
     blocks = [(forward, run) for block, forward, run in block_runs(w) if block is not None]
     of_blocks = max((w.moments[m].peak_bytes for _, run in blocks for m in run), default=size_bytes)
     kept = max((w.moments[run[-1]].end_bytes for forward, run in blocks if forward), default=size_bytes)

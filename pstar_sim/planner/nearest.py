@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 from pstar_sim.catalog.attention import ATTENTION, USUAL
 from pstar_sim.catalog.loader import as_listed, load_machine, machine_names, resize
@@ -32,7 +32,8 @@ from pstar_sim.workload.loading import LOADING, WHOLE, Loading
 from pstar_sim.workload.lora import adapter_of, base_of, is_stack, packed_bytes
 from pstar_sim.workload.optimizers import MASTERS, OPTIMIZERS
 from pstar_sim.workload.presets import can_vary, has_kernels, variant
-from pstar_sim.workload.workload import Workload, with_optimizer
+from pstar_sim.workload.presets.shortened import shortened_variant
+from pstar_sim.workload.workload import Tensor, Workload, with_optimizer
 
 _EXACT, _INEXACT = ("loading", "kernels", "loss", "micro-batches", "checkpointing"), ("optimizer", "base", "LoRA")
 KINDS = (*_EXACT, "policy", *_INEXACT, "disks", "host memory", "GPU memory", "machine")
@@ -79,9 +80,7 @@ Ask = Callable[[Workload, Machine, Settings, Loading], DoesNotFit | None]
 
 @dataclass(frozen=True, kw_only=True)
 class _Option:
-    """One change of a job.
-
-    size: micro-batches, or the distance from the job's among the options of its kind.
+    """size: micro-batches, or the distance from the job's among the options of its kind.
     given: arguments of `variant` and `with_optimizer`, and "loading".
     """
 
@@ -105,6 +104,7 @@ class Elsewhere:
         self.workload, self.machine, self.loading = workload, machine, loading
         self._shape = shape
         self._made: dict[tuple[str, ...], Workload] = {}
+        self._sizes: dict[tuple[str, ...], _Sizes | None] = {}
 
     @cached_property
     def machines(self) -> tuple[Machine, ...]:
@@ -202,17 +202,75 @@ class Elsewhere:
 
     def job(self, options: Mapping[str, _Option]) -> _Changed | None:
         """None where no preset is written for the options together."""
-        given = {key: value for option in options.values() for key, value in option.given.items()}
-        loading = given.pop("loading", self.loading)
-        key = tuple(f"{name}={given[name]}" for name in sorted(given))
+        key, given, optimizer, loading = self._given(options)
         if key not in self._made:
-            optimizer = given.pop("optimizer", None), given.pop("masters", None)
             try:
                 w = self._varied(given) if given else self.workload
             except PstarError:
                 return None
             self._made[key] = with_optimizer(w, *optimizer)
         return self._made[key], loading
+
+    def sizes(self, options: Mapping[str, _Option]) -> _Sizes | None:
+        """Of `job`, which a preset need not write."""
+        key, given, optimizer, loading = self._given(options)
+        key = (*key, str(loading))
+        if key not in self._sizes:
+            self._sizes[key] = self._sizes_of(options, given, optimizer, loading)
+        return self._sizes[key]
+
+    def _sizes_of(
+        self,
+        options: Mapping[str, _Option],
+        given: dict[str, Any],
+        optimizer: tuple[str | None, str | None],
+        loading: Loading,
+    ) -> _Sizes | None:
+        local_ranks = self.machine.local_ranks
+        if not given or not can_vary(self.workload, self._shape):
+            job = self.job(options)
+            if job is None:
+                return None
+            return _sizes_of(job[0], partial(_of_all, job[0]), job[0].peak_non_model_bytes, loading, local_ranks)
+        try:
+            few = shortened_variant(self.workload, shape=self._shape, **given)
+        except PstarError:
+            return None
+        w, peak_bytes = with_optimizer(few.written.workload, *optimizer), max(m.peak_bytes for m in few.moments)
+        return _sizes_of(w, few.total, peak_bytes, loading, local_ranks)
+
+    def _given(
+        self, options: Mapping[str, _Option]
+    ) -> tuple[tuple[str, ...], dict[str, Any], tuple[str | None, str | None], Loading]:
+        """Behind a key: arguments of `variant`, optimizer and masters."""
+        given = {key: value for option in options.values() for key, value in option.given.items()}
+        loading = given.pop("loading", self.loading)
+        key = tuple(f"{name}={given[name]}" for name in sorted(given))
+        return key, given, (given.pop("optimizer", None), given.pop("masters", None)), loading
+
+
+class _Sizes(NamedTuple):
+    model_bytes: int
+    peak_bytes: int
+    startup_bytes: int
+
+
+_Of = Callable[[Sequence[Tensor]], int]
+
+
+def _of_all(w: Workload, of: _Of) -> int:
+    return of(w.tensors)
+
+
+def _sizes_of(w: Workload, total: Callable[[_Of], int], peak_bytes: int, loading: Loading, local_ranks: int) -> _Sizes:
+    """total: of all tensors, of which w may have a part."""
+
+    def of_model(tensors: Sequence[Tensor]) -> int:
+        trained, states_bytes = w.states_of(tensors)
+        return states_bytes + DTYPES[w.dtype].bytes * trained + sum(t.bytes for t in tensors)
+
+    loaded = total(lambda tensors: loading.weights_bytes(tensors, w.dtype))
+    return _Sizes(total(of_model), peak_bytes, loading.of_rank(loaded, local_ranks))
 
 
 def nearest(
@@ -236,7 +294,7 @@ def nearest(
 
 
 def as_flags(words: str) -> str:
-    """Returns the words of a change as flags alone: "--machine a100-80" of "on a100-80"."""
+    """Such as "--machine a100-80" of "on a100-80"."""
     flags = words.removeprefix("with ").replace("on ", "--machine ", words.startswith("on "))
     return flags.replace(" with ", " ")
 
@@ -262,8 +320,8 @@ def remedies(
     """At most one change of the job and one of each other kind, the smallest first. Host memory may come twice: with
     disk options, which need less, and alone.
 
-    ask: why a job does not fit, None if it does; by default `shortage` of the policy.
-    ask_of: the `ask` of another spec.
+    ask: by default `shortage` of the policy.
+    ask_of: that of another spec.
     elsewhere: for several policies, or where loading is stated.
     """
     if error.change:
@@ -302,28 +360,29 @@ def _of_job(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNotFi
     """[Note: the smallest change]: a job is asked about only if it saves what the last refused one lacked; a kind
     whose last option, the best, does not, is skipped."""
     machine = elsewhere.machine
-    last, refused = error, (elsewhere.workload, elsewhere.loading)
+    last, refused = error, elsewhere.sizes({})
     places = {error.place}
 
-    def saves_enough(job: _Changed) -> bool:
-        return last.needed_bytes - _saved_bytes(refused, job, last.place, machine) <= last.available_bytes
+    def saves_enough(sizes: _Sizes) -> bool:
+        assert refused is not None
+        return last.needed_bytes - _saved_bytes(refused, sizes, last.place, machine) <= last.available_bytes
 
     def fits(options: Mapping[str, _Option]) -> bool:
         nonlocal last, refused
-        job = elsewhere.job(options)
-        if job is None or not saves_enough(job):
+        sizes = elsewhere.sizes(options)
+        if sizes is None or not saves_enough(sizes) or (job := elsewhere.job(options)) is None:
             return False
         try:
             short = ask(job[0], machine, settings, job[1])
         except CannotPlan:
             return False
         if short is not None:
-            last, refused = short, job
+            last, refused = short, sizes
             places.add(short.place)
         return short is None
 
     def saves(options: Mapping[str, _Option], kind: str, option: _Option) -> bool:
-        before, after = elsewhere.job(options), elsewhere.job({**options, kind: option})
+        before, after = elsewhere.sizes(options), elsewhere.sizes({**options, kind: option})
         return (
             before is not None
             and after is not None
@@ -334,7 +393,7 @@ def _of_job(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNotFi
     while known < places:  # a place that is short only behind another is known in the second round
         known, taken = {*places}, dict[str, _Option]()
         for kind, options in elsewhere.options.items():
-            most = elsewhere.job({**taken, kind: options[-1]}) if options else None
+            most = elsewhere.sizes({**taken, kind: options[-1]}) if options else None
             for option in options if most is None or saves_enough(most) else ():
                 if fits({**taken, kind: option}):
                     return _remedy(_least({**taken, kind: option}, kind, fits), kind, elsewhere)
@@ -364,17 +423,11 @@ def _remedy(options: Mapping[str, _Option], last: str, elsewhere: Elsewhere) -> 
     return Remedy(kinds=(*options,), size=options[last].size, words=f"with {words}", brings_bytes=brings)
 
 
-def _saved_bytes(before: _Changed, after: _Changed, place: str, m: Machine) -> float:
-    def trained_bytes(w: Workload) -> float:
-        return w.states_bytes + DTYPES[w.dtype].bytes * w.trainable_params
-
-    (one, how), (other, way) = before, after
-    stored = sum(t.bytes for t in one.tensors) - sum(t.bytes for t in other.tensors)
-    data = trained_bytes(one) - trained_bytes(other) + stored
+def _saved_bytes(before: _Sizes, after: _Sizes, place: str, m: Machine) -> float:
+    data = before.model_bytes - after.model_bytes
     if place == "gpu":
-        return data + one.peak_non_model_bytes - other.peak_non_model_bytes
-    loading = how.startup_bytes(one, m.local_ranks) - way.startup_bytes(other, m.local_ranks)
-    return data / m.data_parallel_size + loading
+        return data + before.peak_bytes - after.peak_bytes
+    return data / m.data_parallel_size + before.startup_bytes - after.startup_bytes
 
 
 def _on_disks(

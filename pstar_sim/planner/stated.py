@@ -99,8 +99,7 @@ def examine(
 
 class _Notes:
     """timeline: of the slowest rank.
-    checked: figures that are as stated.
-    false: a sentence for each that is not.
+    false: a sentence for each figure that is not as stated.
     why: a figure not computed -> the reason.
     """
 

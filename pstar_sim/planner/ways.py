@@ -177,7 +177,7 @@ _NONE: _Run = (None, False, 0.0)
 
 
 class _StashLink:
-    """copies: block -> seconds of its copy out and of its copy in.
+    """copies: block -> seconds out and in.
     ends: block -> the offloaded block whose time to leave and come back ends with it.
     """
 

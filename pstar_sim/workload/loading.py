@@ -30,12 +30,17 @@ class Loading:
 
     def startup_bytes(self, workload: Workload, local_ranks: int) -> int:
         """Bytes of each of the node's ranks while weights are loaded."""
+        return self.of_rank(self.weights_bytes(workload.tensors, workload.dtype), local_ranks)
+
+    def weights_bytes(self, tensors: Iterable[Tensor], working: str) -> int:
+        """As they are loaded."""
+        width = DTYPES[self.dtype or working].bytes
+        return sum(t.bytes if t.dtype in BASES else t.numel * width for t in tensors if t.tied_to is None)
+
+    def of_rank(self, weights_bytes: int, local_ranks: int) -> int:
         if self.way == "in-place":
             return 0
-        base = [t for t in workload.tensors if t.dtype in BASES]
-        others = workload.params - sum(t.numel for t in base)
-        weights = sum(t.bytes for t in base) + others * DTYPES[self.dtype or workload.dtype].bytes
-        return weights if self.way == "each" else -(-weights // local_ranks)
+        return weights_bytes if self.way == "each" else -(-weights_bytes // local_ranks)
 
     def words(self, local_ranks: int, tensors: Iterable[Tensor] = ()) -> str:
         """After "loaded"; empty in the working dtype on one rank."""

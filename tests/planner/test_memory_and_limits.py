@@ -26,6 +26,7 @@ from pstar_sim.planner.fits import SmallestChange, fits
 from pstar_sim.planner.jobs import _written
 from pstar_sim.planner.limits import _largest, _others_go_on, deeper, max_batch, max_model
 from pstar_sim.planner.memory_needs import bytes_of_all, least_gpu_bytes, memory_need, need_of_plan, shortage, with_room
+from pstar_sim.planner.nearest import Elsewhere
 from pstar_sim.planner.trust import untuned
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.report.capacity_tables import fits_text
@@ -640,6 +641,22 @@ def test_the_answer_begins_with_yes_or_no_then_why_then_the_smallest_change() ->
 
 
 @pytest.mark.whole
+def test_changed_jobs_are_sized_as_if_all_their_layers_were_written() -> None:
+    """Of every kind of change, alone and beside adapters and another optimizer."""
+    machine = load_catalog().machine("a100-40")
+    elsewhere = Elsewhere(preset("gpt-oss-20b", batch=4, seq=64, optimizer="adam", attention="math"), machine)
+    last = {kind: options[-1] for kind, options in elsewhere.options.items()}
+    assert {"loading", "kernels", "loss", "micro-batches", "optimizer", "LoRA"} <= last.keys()
+    beside = {kind: last[kind] for kind in ("LoRA", "optimizer")}
+    for options in [*({kind: each} | more for kind, each in last.items() for more in ({}, beside)), {}]:
+        changed, sizes = elsewhere.job(options), elsewhere.sizes(options)
+        assert changed is not None and sizes is not None
+        w, loading = changed
+        trained_bytes = w.trainable_params * 2 + w.states_bytes
+        assert sizes.model_bytes == sum(t.bytes for t in w.tensors) + trained_bytes
+        assert (sizes.peak_bytes, sizes.startup_bytes) == (w.peak_non_model_bytes, loading.startup_bytes(w, 1))
+
+
 def test_the_smallest_change_of_logits_policies_and_bases() -> None:
     """65,536 logits of 128,256 tokens: 16.8 GB in bf16, twice that in fp32."""
     long = preset("llama-3.2-1b", batch=1, seq=65536)

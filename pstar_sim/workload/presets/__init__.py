@@ -43,6 +43,7 @@ from pstar_sim.workload.workload import ATTENTION_ALONE, Workload, repeat_micro_
 
 __all__ = [
     "axes_of",
+    "axes_of_variant",
     "can_vary",
     "check_blocks",
     "check_split",
@@ -498,6 +499,19 @@ def variant(
         raise ModelError(
             f"workload {workload.model!r} comes from a {workload.source}; trace the model with the other settings"
         )
+    made = workload_of(
+        model_entry(workload.model) if shape is None else shape,
+        model=workload.model,
+        batch=workload.batch if batch is None else batch,
+        sequence=workload.sequence if sequence is None else sequence,
+        micro_batches=workload.micro_batches if micro_batches is None else micro_batches,
+        **axes_of_variant(workload, **changes).given,
+    )
+    return replace(made, optimizer=workload.optimizer)
+
+
+def axes_of_variant(workload: Workload, **changes: Unpack[AxesGiven]) -> Axes:
+    """But for the optimizer."""
     axes = replace(axes_of(workload).but(**changes), optimizer=None)
     if "checkpointing" in changes and "recompute" not in changes:
         axes = replace(axes, recompute=None)
@@ -505,12 +519,4 @@ def variant(
         axes = replace(axes, checkpointing=None)
     if changes.get("dtype") not in (None, MASTER):
         axes = replace(axes, autocast=None)
-    made = workload_of(
-        model_entry(workload.model) if shape is None else shape,
-        model=workload.model,
-        batch=workload.batch if batch is None else batch,
-        sequence=workload.sequence if sequence is None else sequence,
-        micro_batches=workload.micro_batches if micro_batches is None else micro_batches,
-        **axes.given,
-    )
-    return replace(made, optimizer=workload.optimizer)
+    return axes

@@ -7,16 +7,16 @@ under autocast, whose copies of all layers end together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import TypeVar
 
-from pstar_sim.catalog.model_shapes import ModelEntry
+from pstar_sim.catalog.model_shapes import ModelEntry, model_entry
 from pstar_sim.python310 import Unpack
 from pstar_sim.workload.axes import Axes, AxesGiven
 from pstar_sim.workload.mixing import block_of, block_runs, shifted
-from pstar_sim.workload.presets import kinds_of_layers, taped_stage
+from pstar_sim.workload.presets import axes_of_variant, kinds_of_layers, taped_stage
 from pstar_sim.workload.presets.shared import Stage
 from pstar_sim.workload.tape import Crossing
 from pstar_sim.workload.workload import Moment, Tensor, Workload
@@ -83,12 +83,15 @@ class Shortened:
             for crossing in own.crossings
         ]
 
+    def total(self, of: Callable[[Sequence[Tensor]], int]) -> int:
+        """Of all tensors."""
+        return of(self.written.workload.tensors) + self.more * of(self.written.tensors)
+
     @cached_property
     def model_bytes(self) -> int:
         """Weights and states."""
-        w = self.written.workload
-        each = sum(t.bytes for t in self.written.tensors if t.tied_to is None) + w.states_of(self.written.tensors)[1]
-        return w.weights_bytes + w.states_bytes + self.more * each
+        states_of = self.written.workload.states_of
+        return self.total(lambda ts: sum(t.bytes for t in ts if t.tied_to is None) + states_of(ts)[1])
 
 
 def shortened(entry: ModelEntry, stage: Stage, *, batch: int, sequence: int, **given: Unpack[AxesGiven]) -> Shortened:
@@ -102,6 +105,22 @@ def shortened(entry: ModelEntry, stage: Stage, *, batch: int, sequence: int, **g
     few = replace(stage, layers=range(begin, begin + count))
     written = _written(entry, few, axes, lead, period, batch=batch, sequence=sequence)
     return Shortened(written=written, more=(len(own) - count) // period if period else 0)
+
+
+def shortened_variant(
+    workload: Workload,
+    *,
+    shape: ModelEntry | None = None,
+    batch: int | None = None,
+    micro_batches: int | None = None,
+    **changes: Unpack[AxesGiven],
+) -> Shortened:
+    """One micro-batch of `variant`'s."""
+    entry, axes = shape or model_entry(workload.model), axes_of_variant(workload, **changes)
+    whole = Stage(layers=range(entry.layers))
+    made = shortened(entry, whole, batch=batch or workload.batch, sequence=workload.sequence, **axes.given)
+    few = replace(made.written.workload, optimizer=workload.optimizer)
+    return replace(made, written=replace(made.written, workload=few))
 
 
 @lru_cache(maxsize=256)
