@@ -240,11 +240,13 @@ def _with_waits(plan: Plan, timeline: Timeline, sums: Mapping[int, int]) -> Work
     w, last = plan.workload, timeline.iterations - 1
     own_s = cost_of(w, plan.machine, plan.layout).moments_s
     seconds = list(own_s)
-    for span in timeline.spans:
-        if span.iteration == last and span.moment is not None and span.cause in _OTHER_STAGES:
-            seconds[span.moment] += (span.start_s - span.ready_s) * (span.kind is Kind.COMPUTE)
-        if span.iteration == last and span.moment is not None and span.step in sums:
-            seconds[span.moment] += max(0.0, span.end_s - span.start_s - own_s[span.moment])
+    columns = timeline.columns("spans")
+    names = ("iteration", "step", "kind", "moment", "cause", "ready_s", "start_s", "end_s")
+    for iteration, step, kind, moment, cause, ready_s, start_s, end_s in zip(*(columns[name] for name in names)):
+        if iteration == last and kind is Kind.COMPUTE and cause in _OTHER_STAGES:
+            seconds[moment] += start_s - ready_s
+        if iteration == last and step in sums:
+            seconds[moment] += max(0.0, end_s - start_s - own_s[moment])
     moments = tuple(replace(m, duration_s=s) for m, s in zip(w.moments, seconds))
     return replace(w, moments=moments, source="recorded", recorded_on=plan.machine.name)
 

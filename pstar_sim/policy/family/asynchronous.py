@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -18,13 +19,13 @@ from pstar_sim.policy.family.attempt import Attempt, attempt, burden_of
 from pstar_sim.policy.family.course import Knobs
 from pstar_sim.policy.family.disks import disks_s, with_disks
 from pstar_sim.policy.family.pace import faster_in_parts
-from pstar_sim.policy.family.pins import iteration_bounds, most_pins_of, pin_facts
+from pstar_sim.policy.family.pins import PinFacts, iteration_bounds, most_pins_of, pin_facts
 from pstar_sim.policy.family.residency import gaps_of
 from pstar_sim.policy.kit.iteration_order import in_order
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.schedule import Modes
-from pstar_sim.policy.kit.ties import least_of
+from pstar_sim.policy.kit.ties import AS_FAST, least_of
 from pstar_sim.policy.passes.feasibility import check_gpu, check_host
 from pstar_sim.units import format_bytes, format_s
 from pstar_sim.workload.workload import Workload
@@ -61,6 +62,10 @@ class Asynchronous:
         self.point = point = point or Point()
         self.job = Job(name, in_order(name, workload, point.order), machine, settings, point)
 
+    @cached_property
+    def _facts(self) -> PinFacts:
+        return pin_facts(self.job)
+
     @without_garbage_collection()
     def plan(self) -> Plan:
         g = self.job
@@ -92,15 +97,18 @@ class Asynchronous:
         return self._attempt(best).iteration_s
 
     def _search(self, best: int, most: int, bound_s: float) -> list[Attempt]:
-        """With the closed form's number of pins, with none and with all; neighbours if `choose` finds an iteration
-        clearly slower than that predicts."""
+        """With the closed form's number of pins, none and all; neighbours if `choose` finds an iteration clearly
+        slower. None surely slower than the fastest."""
         g = self.job
         attempts: dict[int, Attempt] = {}
         error: DoesNotFit | None = None
+        least_s = iteration_bounds(self._facts, most, surely=True)
 
         def attempt(p: int) -> None:
             nonlocal error
             if not 0 <= p <= most or p in attempts:
+                return
+            if attempts and least_s[p] > min(a.iteration_s for a in attempts.values()) * (1 + AS_FAST):
                 return
             if (reason := self._refusal(p)) is not None:
                 error = error or reason
@@ -149,7 +157,7 @@ class Asynchronous:
             return None
 
     def rival(self) -> _Rival:
-        """This policy's choice, for another of the family."""
+        """For another of the family."""
         check_gpu(self.job)
         return self._remember(_fastest(self._search(*self._scan())))
 
@@ -162,7 +170,7 @@ class Asynchronous:
 
     def _scan(self) -> tuple[int, int, float]:
         most = most_pins_of(self.job)
-        bounds, asked = iteration_bounds(pin_facts(self.job), most), self.point.pins
+        bounds, asked = iteration_bounds(self._facts, most), self.point.pins
         if isinstance(asked, int):
             best = min(asked, most)
             return best, most, max(float(bounds[best]), disks_s(self.job, self._modes(best)))

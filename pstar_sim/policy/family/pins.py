@@ -4,8 +4,7 @@
 with f_i <= f_j and b_i >= b_j that the CPU updates run their Adam between the end of b_j and the next start of f_j: T
 >= compute(f_j .. b_j) + the sum of their Adam times + one copy each way, and the same with copies as the serial
 resource. Behind a barrier the window opens at the iteration's end. Pinning the chunks used first is best, because the
-r-th unpinned one then has the shortest possible span, so the number determines the chunks. It proves nothing: bounds/
-does.
+r-th unpinned one then has the shortest span, so the number determines the chunks. bounds/ proves.
 """
 
 from __future__ import annotations
@@ -53,8 +52,11 @@ class PinFacts:
     gaps: int
 
 
-def iteration_bounds(facts: PinFacts, most: int) -> Array:
-    """Lower estimates, of shape (most + 1,)."""
+def iteration_bounds(facts: PinFacts, most: int, *, surely: bool = False) -> Array:
+    """Lower estimates, of shape (most + 1,).
+
+    surely: no plan is below.
+    """
     count = len(facts.first)
     if not count:
         return np.full(most + 1, float(np.sum(facts.moments_s)))
@@ -70,6 +72,8 @@ def iteration_bounds(facts: PinFacts, most: int) -> Array:
     if not barrier:
         rows.append((down, adam + up))
     work, around = (np.array(row) for row in zip(*rows))
+    if surely:  # the first and the last copy may be other chunks'
+        around *= 0
     windows = _windows(first, None if barrier else final, span, work, around)
 
     def suffix(row: Array) -> Array:
@@ -78,6 +82,8 @@ def iteration_bounds(facts: PinFacts, most: int) -> Array:
     pinned_adam = np.concatenate(([0.0], np.cumsum(np.add(facts.gpu_adam_s, facts.gpu_add_s))))
     bounds = np.maximum(windows, total + pinned_adam)
     np.maximum(bounds, suffix(adam + np.asarray(facts.add_s)), out=bounds)
+    if surely:
+        return np.asarray(np.maximum(bounds, suffix(up))[: most + 1], dtype=np.float64)
     # Copies up: each unpinned chunk once, and again over every gap that it leaves.
     working, pinned = np.asarray(facts.working_bytes, float), np.asarray(facts.pinned_bytes, float)
     rate = float(np.sum(up)) / max(1.0, float(working.sum()))

@@ -63,6 +63,7 @@ class GradientRows:
         self._rows = rows
         self._working = working
         self._trips = trips
+        self._lists: dict[int, Sequence[tuple[int, int]]] = {}  # chunk -> first and last moment of each
         self._freed: dict[int, int] = {}  # chunk -> row that freed its gradient list on the GPU
         self._opened: list[tuple[int, int]] = []  # (chunk, first row that opens one of its lists), in order
         self._opens: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # position -> (chunk, its micro-batch)
@@ -95,13 +96,10 @@ class GradientRows:
             if following.first != schedule.updates.get(c):  # otherwise the sum comes up with the states
                 self._goes_behind[stretch.last].append(c)
                 self._comes_before[following.first].append(c)
-        for number, (first, last) in enumerate(self._lists_of(c)):
+        self._lists[c] = schedule.job.lists_of(c, summed=schedule.sums_on_gpu(c))
+        for number, (first, last) in enumerate(self._lists[c]):
             self._opens[at[job.block_of[first]]].append((c, number))
             self._closes[at[job.block_of[last]]].append((c, number))
-
-    def _lists_of(self, c: int) -> Sequence[tuple[int, int]]:
-        schedule = self._rows.schedule
-        return schedule.job.lists_of(c, summed=schedule.sums_on_gpu(c))
 
     @property
     def before_at(self) -> Iterable[int]:
@@ -122,7 +120,7 @@ class GradientRows:
             if number == 0 and schedule.job.ranks > 1 and schedule.adds_up(c):
                 names = ("grad32", *names)
             for name in names:
-                rows.add(Queue.COMPUTE, Kind.ALLOC, c, name, self._lists_of(c)[number][0], after=after)
+                rows.add(Queue.COMPUTE, Kind.ALLOC, c, name, self._lists[c][number][0], after=after)
         return [self._working.fetch(c, n, "grad32") for c in self._comes_before.get(n, ())]
 
     def behind(self, n: int, here: int) -> None:
@@ -132,7 +130,7 @@ class GradientRows:
                 self._close_list(c, number, n, here)
                 continue
             added = self._add_up(c, number, n, here)
-            if number == len(self._lists_of(c)) - 1 and not schedule.sum_waits(c):
+            if number == len(self._lists[c]) - 1 and not schedule.sum_waits(c):
                 self._send_sum(c, added)
         for c in self._goes_behind.get(n, ()):
             moment, key = schedule.job.blocks[schedule.positions[n].block].last, (0.0, self._rows.next_number())
@@ -168,7 +166,7 @@ class GradientRows:
 
     def _close_list(self, c: int, number: int, n: int, here: int) -> None:
         rows, job = self._rows, self._rows.schedule.job
-        moment, done = self._lists_of(c)[number][1], here
+        moment, done = self._lists[c][number][1], here
         if job.ranks > 1:
             done = reduce(rows, c, "grad_remote", moment, n, ((here, 0),))
         if rows.schedule.is_resident(c):
@@ -195,7 +193,7 @@ class GradientRows:
         rows, job = self._rows, self._rows.schedule.job
         if job.ranks == 1:
             return here
-        moment = self._lists_of(c)[number][1]
+        moment = self._lists[c][number][1]
         done = reduce(rows, c, "grad_remote", moment, n, ((here, 0),))
         self._freed[c] = rows.sum_of[c] = rows.add(Queue.NET, Kind.FREE, c, "grad", moment, behind=done)
         return self._freed[c]
