@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from executor.devices.updates import norm_of
 from executor.moments.nests import map_tensors
 from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import PlanError
@@ -110,7 +111,7 @@ class LossScaling:
 
     def see(self, gradient: torch.Tensor) -> None:
         """The norm shows elements that are not finite (or beyond 1e19, only in bf16 and fp32)."""
-        self._norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
+        self._norms.append(norm_of(gradient.reshape(-1), torch.float32))
 
     def overflowed(self) -> bool:
         """Whether a gradient is not finite; waits for the device that has the norms."""

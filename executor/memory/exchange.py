@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from executor.devices.updates import norm_of
 from executor.memory.arena import Arena
 from executor.memory.chunk_state import ChunkState
 from executor.memory.gradients import ChunkGradients
@@ -113,7 +114,7 @@ class Exchange:
 
         def note() -> None:
             for tensor, flat in slots.items():
-                self.summed_norms[tensor] = torch.linalg.vector_norm(flat, dtype=torch.float32)
+                self.summed_norms[tensor] = norm_of(flat, torch.float32)
 
         self.arena.backend.issue(note)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from executor.devices.updates import add
+from executor.devices.updates import add, norm_of
 from executor.memory.arena import Arena
 from executor.memory.chunk_state import ChunkState
 from executor.memory.slices import OTHERS_OF
@@ -125,13 +125,11 @@ class ChunkGradients:
             target.copy_(gradient)
 
     def norm(self, tensor: int) -> torch.Tensor:
-        """Raises PlanError if the tensor has no gradient, or one in two parts.
-
-        A sum on its way to the gpu is read on the host, which still has it: the reader is not ordered after the copying
-        queue."""
+        """Raises PlanError if the tensor has no gradient, or one in two parts."""
         chunk = self.slots.chunk_of(tensor)
         state = self.chunks[chunk]
         parts = {where for where, mine in list(state.gradients.items()) if tensor in mine}
+        # A sum on its way to the gpu is read on the host: the reader is not ordered after the copying queue.
         if (GPU, "grad32") in parts and "grad32" not in state.ahead and self.arena.has(HOST, chunk, "grad32"):
             parts = parts - {(GPU, "grad32")} | {(HOST, "grad32")}
         if parts == BESIDE and not self.arena.has(GPU, chunk, "grad32"):
@@ -143,8 +141,7 @@ class ChunkGradients:
                 return self._norms[tensor]
             lent = tensor in state.lent and (place, list_name) == (GPU, "param")
             slot = self._slot(tensor, MASTER_LIST).view(-1) if lent else self.slots.at(place, tensor, list_name)
-            norm: torch.Tensor = torch.linalg.vector_norm(slot, dtype=self.norm_dtype)
-            return norm
+            return norm_of(slot, self.norm_dtype)
         raise PlanError(f"tensor {tensor} has no gradient")
 
     def _norm_of_both(self, tensor: int) -> torch.Tensor:
@@ -159,9 +156,7 @@ class ChunkGradients:
         plan = self.arena.plan
         clips = plan.settings.clip and plan.workload.micro_batches > 1
         for tensor in self.chunks[chunk].where(HOST, list_name) if clips else ():
-            self._norms[tensor] = torch.linalg.vector_norm(
-                self.slots.at(HOST, tensor, list_name), dtype=self.norm_dtype
-            )
+            self._norms[tensor] = norm_of(self.slots.at(HOST, tensor, list_name), self.norm_dtype)
 
     def fold_on_gpu(self) -> None:
         """Join gradients on the gpu that are in two lists."""

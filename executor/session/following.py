@@ -13,6 +13,7 @@ import torch
 
 from executor.activations.stashes import Stashes
 from executor.contract import raw_grad, set_raw_grad
+from executor.devices.updates import norm_of
 from executor.moments.hooks import ModuleEvent
 from executor.moments.unseen import modes_standing, unrecorded, unseen
 from executor.session.batches import Batches
@@ -282,4 +283,4 @@ class Following:
         clips = self.updates.max_grad_norm is not None
         if clips and run.timetable.micro_batches == 1 and self.state.ranks is None:
             dtype = run.contents.gradients.norm_dtype
-            self.state.now.norms[tensor] = torch.linalg.vector_norm(slot.view(-1), dtype=dtype)
+            self.state.now.norms[tensor] = norm_of(slot.view(-1), dtype)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from executor.activations.stashes import Stashes
+from executor.devices.backend import give_freed_pages_back
 from executor.queues.logs import IterationLog, StepLog
 from executor.queues.measured_timeline import build_timeline
 from executor.queues.moved import Moved
@@ -128,6 +129,8 @@ class Steps:
     def close_iteration(self, iteration: int, *, on_plan: bool) -> None:
         """Write the log of an iteration whose compute is over."""
         log, backend, now = self.run.arena.log, self.run.backend, self.state.now
+        if self.run.plan.nvme_budget_bytes and backend.device.type == "cpu":
+            give_freed_pages_back()  # [Note: glibc and eviction]: small blocks would leave 8 MB of a small model
         self.logs.append(
             IterationLog(iteration, self._clock(), on_plan, backend.exchanges, tuple(now.shares), captured=now.captured)
         )

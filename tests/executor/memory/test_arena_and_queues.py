@@ -30,7 +30,17 @@ from executor.devices.backend import (
     map_large_blocks,
 )
 from executor.devices.rules import RULES
-from executor.devices.updates import Scratch, UpdateRange, clip_coefficient, ranges_of, update
+from executor.devices.updates import (
+    BLOCK,
+    Scratch,
+    UpdateRange,
+    _lanes,
+    add,
+    clip_coefficient,
+    norm_of,
+    ranges_of,
+    update,
+)
 from executor.memory import arena as arena_module
 from executor.memory.arena import Arena
 from pstar_sim.core.plan import Plan, Settings
@@ -245,6 +255,26 @@ class TestAdam:
     def test_clipping_as_torch_does(self) -> None:
         assert float(clip_coefficient(torch.tensor(4.0), 1.0)) == pytest.approx(0.25, rel=1e-5)
         assert float(clip_coefficient(torch.tensor(0.5), 1.0)) == 1.0
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("numel", [100, 4 * BLOCK, 5 * BLOCK + 13])
+    def test_norms_and_sums_of_narrow_gradients_piece_by_piece(self, numel: int, dtype: torch.dtype) -> None:
+        """To the bit as of the whole tensor."""
+        narrow = torch.randn(numel, generator=torch.Generator().manual_seed(3)).to(dtype)
+        assert torch.equal(norm_of(narrow, torch.float32), torch.linalg.vector_norm(narrow, dtype=torch.float32))
+        total = torch.randn(numel, generator=torch.Generator().manual_seed(4))
+        whole = total + narrow.float()
+        add(total, narrow)
+        assert torch.equal(total, whole)
+        narrow[numel // 2] = torch.inf
+        assert torch.equal(norm_of(narrow, torch.float32), torch.tensor(torch.inf))
+
+    def test_pieces_of_a_norm_need_the_kernel_of_the_cpu(self) -> None:
+        """Torch's own kernel has vectors of eight elements on x86; where none of these numbers has its bits, tensors
+        are cast whole."""
+        assert _lanes() in (0, 4, 8, 16)
+        if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
+            assert _lanes() == 8
 
 
 class TestVirtualBackend:
