@@ -4,6 +4,7 @@ are known only as functions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from pstar_sim.planner.memory_needs import with_room
 from pstar_sim.planner.nearest import Elsewhere, Remedy, as_flags, in_words, remedies
 from pstar_sim.planner.trust import Trust, trust, validation_digest
 from pstar_sim.planner.utilization import tflops_and_mfu
-from pstar_sim.policy.kit.sharing import plan_once, plans_shared, remember_s
+from pstar_sim.policy.kit.sharing import least_known_s, plan_once, plans_shared, remember_s
 from pstar_sim.policy.kit.ties import AS_FAST, burden, least_of
 from pstar_sim.policy.registry import Policy, can, can_follow, find_policy, is_built_in, policy_name
 from pstar_sim.renderers import render_html
@@ -221,8 +222,8 @@ def compare(
     near: whether to look for the nearest machine or setting under which the other policies would fit; None: where no
         policy fits.
     certify: whether to use the tighter bound of the fluid linear program, which takes seconds.
-    only_best: for a caller that uses `best()` alone. Left out are changes if some policy fits, and, if none is named,
-        policies whose order the loop cannot follow.
+    only_best: for `best()` alone: without changes if some policy fits, policies known to be slower, and, if none is
+        named, those in an order that the loop cannot follow.
     made: plans and timelines of policies for this very job.
     cut: number of sequences per micro-batch -> the job of one GPU, for policies that choose the shares of unequal GPUs
         (`whale`). A preset needs no `cut`.
@@ -295,9 +296,13 @@ def _compare(
     tell("lower bound", 0, len(asked))
     usual = certifier.usual()
     found = _Found()
-    for name, policy in sorted(asked, key=lambda one: can(one[1]).tries_others):  # last: others' seconds are known then
-        tell(name, len(found.rows), len(asked))
+    # A policy that tries others comes last, when their seconds are known; if only the best counts first, as it leaves
+    # out those that take longer.
+    for n, (name, policy) in enumerate(sorted(asked, key=lambda one: can(one[1]).tries_others is not only_best)):
         job = _Question(share=share, machine=machine, settings=settings, loading=loading, free=free)
+        if only_best and found.beats(policy, job):
+            continue
+        tell(name, n, len(asked))
         try:
             found.add(name, policy, job, certifier, made.get(name), cut=cut, certify=certify, every_cost=every_cost)
         except CannotPlan as reason:
@@ -394,6 +399,13 @@ class _Found:
         row = _figures(plan, name, belief, timeline, tokens, _certificate(certifier, plan, asked), barrier_cost_s)
         self.planned[name] = Planned(row=row, plan=plan, timeline=timeline)
         self.rows.append(row)
+
+    def beats(self, policy: Policy, job: _Question) -> bool:
+        workload, machine, settings = job.share.workload, job.machine, job.settings
+        if job.share.ranked is not None or machine.mixed:
+            return False
+        best_s = min((_pace(p.row) for p in _in_order(workload, settings, self.planned)), default=math.inf)
+        return least_known_s(policy, workload, machine, settings) > best_s * (1 + AS_FAST)
 
 
 def _fastest(

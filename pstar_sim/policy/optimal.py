@@ -31,7 +31,7 @@ from pstar_sim.policy.kit.capabilities import Capabilities, capabilities_of
 from pstar_sim.policy.kit.iteration_order import ORDERS, in_order, order_of
 from pstar_sim.policy.kit.options import Option, one_of, specified
 from pstar_sim.policy.kit.points import Coordinates, Point, point_options
-from pstar_sim.policy.kit.sharing import known_s, plan_once
+from pstar_sim.policy.kit.sharing import known_s, plan_once, remember_least_s
 from pstar_sim.policy.kit.ties import burden, least_of
 from pstar_sim.policy.shipped import AFTER_OPTIMAL, BEFORE_OPTIMAL, Policy
 from pstar_sim.units import format_s
@@ -154,25 +154,32 @@ def _order_words(found: Sequence[SearchResult], best: SearchResult, orders: Sequ
 def _others(
     workload: Workload, machine: Machine, settings: Settings, own: Sequence[SearchResult], orders: Sequence[str]
 ) -> Iterator[SearchResult]:
-    """Of other shipped policies, without layer-major ones if no such order is searched, and those that bring no states
-    to the GPU, if a found plan beats what the closed form allows for pins alone (on several GPUs, only those of
-    optimal's own space)."""
+    """Without layer-major policies if no such order is searched, and those that bring no states to the GPU, if a found
+    plan beats what the closed form allows for pins alone (on several GPUs, only those of optimal's own space)."""
     best_s = min((f.seconds for f in own), default=math.inf)
-    beaten = {not f.plan.workload.order.of_loop for f in own if best_s < f.pins_alone_s}
+    least_s: dict[bool, float] = {}  # whether layer-major -> the closed form, where it says more than best_s
+    for f in own:
+        if best_s < f.pins_alone_s:
+            reordered = not f.plan.workload.order.of_loop
+            least_s[reordered] = max(f.pins_alone_s, least_s.get(reordered, 0.0))
     for name, policy in _rivals(sliced=machine.data_parallel_size > 1).items():
         able = capabilities_of(policy)
         if able.reorders and workload.order.of_loop and len(orders) == 1:
             continue
-        if (able.reorders or not workload.order.of_loop) in beaten and (
+        beaten_s = least_s.get(able.reorders or not workload.order.of_loop)
+        if beaten_s is not None and (
             (machine.data_parallel_size == 1 and not able.streams_states) or able.point is not None
         ):
+            remember_least_s(policy, workload, machine, settings, beaten_s)
             continue
         try:
             plan = plan_once(policy, workload, machine, settings)
         except PstarError:  # the policy does not fit, or does not apply to this machine
             continue
         seconds = known_s(plan)
-        yield SearchResult(period_s(plan) if seconds is None else seconds, name, plan)
+        seconds = period_s(plan) if seconds is None else seconds
+        remember_least_s(policy, workload, machine, settings, seconds)
+        yield SearchResult(seconds, name, plan)
 
 
 def _from_disks(workload: Workload, machine: Machine, settings: Settings) -> Iterator[SearchResult]:

@@ -22,6 +22,7 @@ from pstar_sim.errors import DoesNotFit, PlanError, PstarError, UnknownName
 from pstar_sim.planner.binding import bound_by
 from pstar_sim.planner.compare import Row, compare, without_barrier
 from pstar_sim.planner.nearest import nearest
+from pstar_sim.policy.kit.ties import AS_FAST
 from pstar_sim.policy.systems.all_on_gpu import all_on_gpu
 from pstar_sim.policy.systems.zero_offload import zero_offload
 from pstar_sim.report.tables import heading
@@ -321,6 +322,18 @@ def test_the_best_alone_is_the_best_of_a_whole_comparison() -> None:
     again = ps.compare(w, m, policies=names, only_best=True, made=known).best()
     assert again.row == best.row
     assert again.plan is best.plan
+
+
+def test_the_best_alone_leaves_out_policies_that_a_plan_of_optimal_found_slower() -> None:
+    w, m = ps.preset("gpt2-xl", batch=2, seq=128), ps.machine("v100-16", gpu_memory="6GB")
+    whole = ps.compare(w, m, effort=0.2, near=False)
+    alone = ps.compare(w, m, effort=0.2, near=False, only_best=True, barrier_cost=False)
+    assert alone.best().row == whole.best().row
+    assert alone.best().plan.steps == whole.best().plan.steps
+    left_out = {row.policy: row.iteration_s for row in whole.rows} | {row.policy: None for row in alone.rows}
+    slower = [seconds for seconds in left_out.values() if seconds is not None]
+    assert len(slower) > 3
+    assert min(slower) > (whole.best().row.iteration_s or 0.0) * (1 + AS_FAST)
 
 
 def test_where_nothing_fits_the_best_alone_says_what_would() -> None:

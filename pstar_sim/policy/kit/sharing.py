@@ -16,7 +16,10 @@ from pstar_sim.workload.workload import Workload
 # Key of `Workload.derived`, for (policy, settings, id of the machine) -> (machine, plan or refusal), and for plan ->
 # seconds per iteration.
 _PLANS = ("plans",)
+_LEAST = ("least seconds",)  # key of the same, for (policy, settings, id of the machine) -> (machine, seconds)
 _MOST_RECORDS = 4  # a plan is followed when it is made, when its memory is asked for, and when it is shown
+
+Function = Callable[[Workload, Machine, Settings], Plan]
 
 
 @contextlib.contextmanager
@@ -36,9 +39,7 @@ def plans_shared(*workloads: Workload) -> Iterator[None]:
             workload.derived.pop(RECORDS, None)
 
 
-def plan_once(
-    policy: Callable[[Workload, Machine, Settings], Plan], workload: Workload, machine: Machine, settings: Settings
-) -> Plan:
+def plan_once(policy: Function, workload: Workload, machine: Machine, settings: Settings) -> Plan:
     """By a pure policy; inside `plans_shared`, the same objects give the same plan. Raises the policy's errors."""
     known = workload.derived.get(_PLANS)
     if not isinstance(known, dict):
@@ -56,7 +57,7 @@ def plan_once(
 
 
 def remember_s(plan: Plan, seconds: float) -> None:
-    """Inside `plans_shared`, for `known_s`."""
+    """For `known_s`."""
     known = plan.workload.derived.get(_PLANS)
     if isinstance(known, dict):
         known[plan] = seconds
@@ -66,3 +67,19 @@ def known_s(plan: Plan) -> float | None:
     """Seconds per iteration, if remembered."""
     known = plan.workload.derived.get(_PLANS)
     return known.get(plan) if isinstance(known, dict) else None
+
+
+def remember_least_s(
+    policy: Function, workload: Workload, machine: Machine, settings: Settings, seconds: float
+) -> None:
+    """For `least_known_s`, anywhere."""
+    known = workload.derived.setdefault(_LEAST, {})
+    assert isinstance(known, dict)
+    known[policy, settings, id(machine)] = machine, seconds
+
+
+def least_known_s(policy: Function, workload: Workload, machine: Machine, settings: Settings) -> float:
+    """Per iteration; 0 if not remembered."""
+    known = workload.derived.get(_LEAST)
+    _, seconds = known.get((policy, settings, id(machine)), (None, 0.0)) if isinstance(known, dict) else (None, 0.0)
+    return seconds
