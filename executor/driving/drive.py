@@ -135,7 +135,6 @@ class Driver:
             )
 
     def _run(self, micro_batches: Sequence[Any], loss: Loss, order: str) -> tuple[list[torch.Tensor], int]:
-        """Runs again if memory runs out and the ladder finds a smaller plan."""
         before = Before(self.model)
         while True:
             try:

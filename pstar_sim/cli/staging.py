@@ -128,7 +128,7 @@ def _say(found: StagesComparison, *, json: bool) -> int:
 
 
 def _header(found: StagesComparison) -> Header:
-    reason = "; ".join(row.reason for row in found.rows if row.reason)
+    reason = "; ".join(row.reason for row in found.rows if row.reason) or "; ".join(found.left_out)
     if found.best is not None:
         row = found.rows[0]
         reason = f"{row.policy} with {row.parallel} is the fastest: {found.best.iteration_s:.6g} s per iteration"

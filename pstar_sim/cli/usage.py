@@ -57,10 +57,7 @@ def _name(parameter: Any) -> str:
 
 
 def _check_words(context: Any, parameters: Sequence[Any], words: Sequence[str], *, until_word: bool) -> None:
-    """click would take the next flag for a value, and names one missing flag at a time.
-
-    until_word: stop at the first argument: a command follows.
-    """
+    """click would take the next flag for a value, and names one missing flag at a time."""
     flags = {name: p for p in parameters for name in (*p.opts, *p.secondary_opts) if p.param_type_name == "option"}
     places = [p for p in parameters if p.param_type_name == "argument"]
     left, given, arguments = list(words), set(), 0

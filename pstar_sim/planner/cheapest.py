@@ -4,15 +4,20 @@ Every machine with a price is tried: one node and, if a network joins its nodes,
 (numbers that double, then bisection). The ranks share the sequences of an iteration, cut into the largest micro-batches
 that fit under some policy, and the fastest policy counts. Without other parallelism (stages_compared.py) that is data
 parallelism, with simulated communication between nodes. Idle time, failures, evaluation and storage are not counted.
+
+[Note: in the order of prices] With other parallelism the machine whose closed forms cost least is planned next, in ways
+that may be below the cheapest offer.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import heapq
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from functools import cache
+from math import inf
 
 from pstar_sim.arguments import file_path, number, refused, text, whole
 from pstar_sim.arguments import names as listed
@@ -32,8 +37,8 @@ from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.compare import Row, compare
 from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.memory_needs import beyond_all, shortage
-from pstar_sim.planner.stages_compared import StagesRow, compare_stages
-from pstar_sim.planner.stages_degrees import ASKED, ways_of
+from pstar_sim.planner.stages_compared import StagesRow, compare_stages, least_s
+from pstar_sim.planner.stages_degrees import ASKED, Way, ways_of
 from pstar_sim.policy.registry import STAGED, named, reorders
 from pstar_sim.python310 import Unpack
 from pstar_sim.workload.axes import AxesGiven
@@ -74,7 +79,8 @@ class Offer:
     price_of: the offer from which the price comes, and its date.
     expected_error, trust: of tokens_per_s, as in `Fit`.
     tflops_per_gpu, mfu: see utilization.py.
-    least_days: days of the matmuls alone; if these miss the deadline, nothing is planned.
+    least_days: days of the matmuls alone, or of the least way; if these miss the deadline, nothing is planned.
+    least_usd: of a machine that another offer undercuts whatever its plan.
     reason: why there are no figures, or why more nodes were not tried.
     """
 
@@ -100,6 +106,7 @@ class Offer:
     tflops_per_gpu: float | None = None
     mfu: float | None = None
     least_days: float | None = None
+    least_usd: float | None = None
     reason: str | None = None
 
 
@@ -194,20 +201,22 @@ def cheapest(
     counts = None if nodes is None else [whole("nodes", n, most=MOST_NODES_OF_A_MACHINE) for n in asked_nodes]
     tell = teller(on_part)
     rows: list[Offer] = []
-    for number_, machine in enumerate(chosen):
-        tell(machine.name, number_, len(chosen))
-        cost = _price_of(machine, known)
-        if counts is None:
-            rows.append(_offer(machine, asked, cost, most_nodes))
-        else:
-            rows += [_exactly(machine, n, asked, cost) for n in counts]
+    if counts is None:
+        searches = [_offer(n, m, asked, _price_of(m, known), most_nodes) for n, m in enumerate(chosen)]
+        rows += _in_order(chosen, searches, tell)
+    else:
+        for number_, machine in enumerate(chosen):
+            tell(machine.name, number_, len(chosen))
+            rows += [_exactly(machine, n, asked, _price_of(machine, known)) for n in counts]
     rows.sort(key=_rank)
     return Cheapest(model=model, tokens=tokens, deadline_s=deadline_s, rows=tuple(rows), job=job)
 
 
 def _rank(row: Offer) -> tuple[float, ...]:
+    if row.least_usd is not None:
+        return (1.5, row.least_usd)
     if row.days is None:
-        return (3.0, row.least_days or float("inf"))
+        return (3.0, row.least_days or inf)
     if not row.in_time:
         return (2.0, row.days)
     return (1.0, row.days) if row.usd is None else (0.0, row.usd)
@@ -224,12 +233,21 @@ class _Question:
     tokens: float
     deadline_s: float | None
 
+    def iteration_s(self, training_s: float) -> float:
+        return training_s * self.batch * (self.job.seq or 1) / self.tokens
+
+    def tokens_per_s(self, iteration_s: float) -> float:
+        return self.batch * (self.job.seq or 1) / iteration_s
+
     def workloads(self, machine: Machine, micro_batches: int, *, most: int | None = None) -> tuple[Workload, ...]:
         """Of at most `most` of them. Raises PstarError if the ranks cannot share one."""
         count = micro_batches if most is None else min(most, micro_batches)
         return replace(self.job, batch=self.batch // micro_batches, micro_batches=count).of(machine)
 
 
+_Waiting = tuple[float, int, Offer | None]
+"""What the next plan of a machine (number) costs at least, and its offer if nothing more is planned."""
+_Search = Generator[_Waiting, float, Offer]
 _Cost = tuple[float | None, str]
 """USD per hour of one node and its source, or None and how to give a price."""
 
@@ -259,29 +277,54 @@ def _counts(machine: Machine, batch: int, most: int) -> list[int]:
     return [n for n in counts if n == machine.nodes or all((share / n).denominator == 1 for share in shares)]
 
 
-def _offer(machine: Machine, asked: _Question, cost: _Cost, most_nodes: int) -> Offer:
-    """The fewest nodes that make the deadline, else the nearest offer: doubling, then bisection between the last that
-    was too slow or too small and the first in time."""
+def _in_order(machines: Sequence[Machine], searches: Sequence[_Search], tell: OnPart) -> list[Offer]:
+    """[Note: in the order of prices]"""
+    rows: dict[int, Offer] = {}
+    waiting: list[_Waiting] = [(0.0, n, None) for n in range(len(machines))]
+    while waiting:
+        least_usd, n, offer = heapq.heappop(waiting)
+        best_usd = min((row.usd for row in rows.values() if row.in_time and row.usd is not None), default=inf)
+        if offer is not None and least_usd >= best_usd:
+            rows[n] = offer
+            continue
+        tell(machines[n].name, len(rows), len(machines))
+        try:
+            heapq.heappush(waiting, next(searches[n]) if offer is None else searches[n].send(best_usd))
+        except StopIteration as end:
+            rows[n] = end.value
+    return [rows[n] for n in range(len(machines))]
+
+
+def _offer(number_: int, machine: Machine, asked: _Question, cost: _Cost, most_nodes: int) -> _Search:
+    """The fewest nodes that make the deadline, else the nearest offer: doubling, then bisection."""
     counts = _counts(machine, asked.batch, most_nodes)
     rows: dict[int, Offer] = {}
 
-    def ask(nodes: int) -> tuple[Offer, bool]:
-        rows[nodes], final = _so_many(_of_nodes(machine, nodes), asked, cost)
+    def ask(nodes: int) -> Generator[_Waiting, float, tuple[Offer, bool]]:
+        where, limit_usd, final = _of_nodes(machine, nodes), inf, False
+        least = None if asked.parallel is None else _least(where, asked, cost)
+        if least is not None and least.least_usd is not None:
+            in_time = min((row for row in rows.values() if row.in_time), key=lambda row: row.nodes, default=least)
+            limit_usd = yield least.least_usd, number_, replace(in_time, tried=(*sorted({*rows, nodes}),))
+        if least is not None and least.reason is not None:
+            rows[nodes] = least
+        else:
+            rows[nodes], final = _so_many(where, asked, cost, limit_usd=limit_usd)
         return rows[nodes], final
 
     at, below = 0, -1  # positions in counts; below: the last number that was too slow or too small
-    row, final = ask(counts[0])
+    row, final = yield from ask(counts[0])
     while not row.in_time and not final and at + 1 < len(counts):
         below, at = at, min(bisect.bisect_left(counts, 2 * counts[at]), len(counts) - 1)
-        row, final = ask(counts[at])
+        row, final = yield from ask(counts[at])
     while row.in_time and at - below > 1:
         middle = (at + below) // 2
-        tried, _ = ask(counts[middle])
+        tried, _ = yield from ask(counts[middle])
         if tried.in_time:
             at, row = middle, tried
         else:
             below = middle
-    if not row.in_time:
+    if not row.in_time and row.least_usd is None:
         row = min((r for r in rows.values() if r.days is not None), key=lambda r: r.days or 0.0, default=row)
         if row.reason is None:
             row = replace(row, reason=f"too slow, and {_no_more(machine, asked.batch, most_nodes)}")
@@ -311,31 +354,62 @@ def _no_more(machine: Machine, batch: int, most_nodes: int) -> str:
     return f"more than {most_nodes} nodes were not tried"
 
 
-def _so_many(machine: Machine, asked: _Question, cost: _Cost, *, late: bool = False) -> tuple[Offer, bool]:
-    """With whether the reason would be the same with more nodes.
-
-    late: whether to plan what misses the deadline even if it never waits.
-    """
-    (usd, what), deadline_s = cost, asked.deadline_s
-    base = Offer(
+def _offer_of(machine: Machine, cost: _Cost) -> Offer:
+    usd, what = cost
+    return Offer(
         machine=machine.name,
         nodes=machine.nodes,
         gpus=machine.world_size,
         usd_per_hour=None if usd is None else usd * machine.nodes,
         price_of=what,
     )
+
+
+def _least(machine: Machine, asked: _Question, cost: _Cost) -> Offer | None:
+    """None if a plan has to say why there is none."""
+    offer, policies = _offer_of(machine, cost), asked.policies or STAGED
+    try:
+        job, ways, _ = _ways(machine, asked)
+        iteration_s = least_s(job, machine, policies, ways, asked.settings) if ways else inf
+    except ModelError:
+        raise
+    except PstarError:
+        return None
+    if iteration_s == inf:
+        return None
+    due = bill(asked.tokens, asked.tokens_per_s(iteration_s), offer.usd_per_hour or 0.0)
+    if asked.deadline_s is not None and due.days * DAY_S > asked.deadline_s:
+        return replace(offer, least_days=due.days, reason=_too_slow(due.days))
+    return replace(offer, least_days=due.days, least_usd=None if offer.usd_per_hour is None else due.usd)
+
+
+def _too_slow(days: float) -> str:
+    return f"too slow: {days:,.1f} days if it never waited for anything"
+
+
+def _so_many(
+    machine: Machine, asked: _Question, cost: _Cost, *, late: bool = False, limit_usd: float = inf
+) -> tuple[Offer, bool]:
+    """With whether the reason would be the same with more nodes.
+
+    late: whether to plan what misses the deadline even if it never waits.
+    limit_usd: what costs more is not planned.
+    """
+    (usd, _), deadline_s, base = cost, asked.deadline_s, _offer_of(machine, cost)
     try:
         row: Row | StagesRow
         if asked.parallel is None:
-            least_s = _least_s(machine, asked)
-            if not late and deadline_s is not None and least_s > deadline_s:
-                days = least_s / DAY_S
-                reason = f"too slow: {days:,.1f} days if it never waited for anything"
-                return replace(base, least_days=days, reason=reason), False
+            training_s = _least_s(machine, asked)
+            if not late and deadline_s is not None and training_s > deadline_s:
+                days = training_s / DAY_S
+                return replace(base, least_days=days, reason=_too_slow(days)), False
             row, batch, micro_batches = _fastest(machine, asked)
         else:
-            row = _fastest_way(machine, asked, asked.parallel)
-            batch, micro_batches = row.batch, row.micro_batches
+            training_s = inf if base.usd_per_hour is None else limit_usd / base.usd_per_hour * HOUR_S
+            way = _fastest_way(machine, asked, asked.iteration_s(training_s))
+            if way is None:
+                return replace(base, least_usd=limit_usd, least_days=training_s / DAY_S), True
+            row, batch, micro_batches = way, way.batch, way.micro_batches
     except (DoesNotFit, CannotPlan) as error:
         return replace(base, reason=str(error)), False
     except (ModelError, UnknownName):
@@ -430,17 +504,26 @@ def _fastest(machine: Machine, asked: _Question) -> tuple[Row, int, int]:
     raise max(refusals.items(), key=lambda one: (isinstance(one[1], DoesNotFit), one[0]))[1]
 
 
-def _fastest_way(machine: Machine, asked: _Question, parallel: str | Parallelism) -> StagesRow:
-    """In one micro-batch or in micro-batches of one sequence per rank. Raises CannotPlan with the reason of the way
-    that lacks least."""
+def _ways(machine: Machine, asked: _Question) -> tuple[Job, list[Way], list[str]]:
+    """In one micro-batch or in micro-batches of one sequence per rank."""
+    assert asked.parallel is not None
     job = replace(asked.job, batch=asked.batch, micro_batches=1)
-    ways, left_out = ways_of(job, machine, parallel)
-    if parallel not in ASKED:
+    ways, left_out = ways_of(job, machine, asked.parallel)
+    if asked.parallel not in ASKED:
         data, left_out = ways[0].parallelism.data_on(machine.world_size), []
         ways += [replace(ways[0], batch=data, micro_batches=asked.batch // data)] if asked.batch > data else []
-    answer = compare_stages(job, machine, asked.policies or STAGED, ways, left_out=left_out, settings=asked.settings)
-    if answer.best is not None:
+    return job, ways, left_out
+
+
+def _fastest_way(machine: Machine, asked: _Question, limit_s: float) -> StagesRow | None:
+    """None if no way is as fast as the limit. Raises CannotPlan with the reason of the way that lacks least."""
+    job, ways, left_out = _ways(machine, asked)
+    policies, settings = asked.policies or STAGED, asked.settings
+    answer = compare_stages(job, machine, policies, ways, left_out=left_out, limit_s=limit_s, settings=settings)
+    if answer.best is not None and (answer.best.iteration_s <= limit_s):
         return answer.rows[0]
+    if limit_s < inf and (answer.unplanned or any(row.fits for row in answer.rows)):
+        return None
     short = [row for row in answer.rows if row.needed_bytes is not None]
     if not short:
         raise CannotPlan("; ".join(answer.left_out) or "no way to spread the job is left")

@@ -488,8 +488,7 @@ def _with_room(row: Fit, job: Asked, error: DoesNotFit) -> tuple[Fit, DoesNotFit
 def _changes(
     found: Sequence[tuple[Remedy, str]], job: Asked, asked: Sequence[str], elsewhere: Elsewhere
 ) -> tuple[SmallestChange, ...]:
-    """Another policy that fits, else the smallest change of the job, of the host and of the GPU, each with all
-    policies it helps, else both together."""
+    """Another policy that fits, else the smallest change of job, host and GPU, each with all policies it helps."""
     others = {
         name: job.of(name)(job.workload, job.machine, job.settings, job.loading)
         for name in built_in()

@@ -28,12 +28,11 @@ from pstar_sim.planner.balance import chooses, roomiest_job
 from pstar_sim.planner.batch_shares import least_batch, machine_of, of_shares, share_out, shares_of_batch
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.jobs import Job
-from pstar_sim.planner.memory_needs import bytes_of_all, shortage
+from pstar_sim.planner.memory_needs import bytes_of_all, may_use_disks, shortage
 from pstar_sim.planner.nearest import Elsewhere, nearest
 from pstar_sim.planner.stages_degrees import recomputing_all, ways_of
 from pstar_sim.planner.stages_shortages import stages_shortage
-from pstar_sim.policy.kit.options import split_spec
-from pstar_sim.policy.registry import Policy, built_in, can, find_policy, is_built_in, policy_name
+from pstar_sim.policy.registry import Policy, built_in, can, find_policy, policy_name
 from pstar_sim.python310 import Unpack
 from pstar_sim.workload.axes import Axes, AxesGiven
 from pstar_sim.workload.kernels import kernels_text
@@ -276,7 +275,7 @@ class _Models:
 
     def most_params(self, policy: str | Policy) -> int:
         """By [Note: an upper bound of any model]."""
-        return self.within(disks=_may_use_disks(policy))
+        return self.within(disks=may_use_disks(policy))
 
     def within(self, *, disks: bool) -> int:
         return int(bytes_of_all(self.machine, disks=disks) // self.least_bytes)
@@ -496,13 +495,6 @@ def _along_a_line(errors: Mapping[int, Refusal], low: int, high: int) -> int:
     return max(low + 1, min(high - 1, int(high - last.short_bytes / slope)))
 
 
-def _may_use_disks(policy: str | Policy) -> bool:
-    if not isinstance(policy, str):
-        return True
-    _, options = split_spec(policy)
-    return not is_built_in(find_policy(policy)) or "nvme" in options
-
-
 def _limit(policy: str | Policy, value: int, error: Refusal | None) -> Limit:
     return Limit(
         policy=policy_name(policy),
@@ -523,10 +515,7 @@ def _with_nearest_yes(
     loading: Loading,
     shape: ModelEntry | None = None,
 ) -> list[Limit]:
-    """A policy that cannot run even `least` gets words for the change that helps.
-
-    shape: of `least`, if it is not in the catalog.
-    """
+    """A policy that cannot run even `least` gets words for the change that helps."""
     able = [row.policy for row in rows if row.value]
     elsewhere = Elsewhere(least, machine, loading, shape)
 

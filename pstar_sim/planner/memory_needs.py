@@ -43,10 +43,11 @@ from pstar_sim.policy.family.searched import jobs_of_sizes
 from pstar_sim.policy.kit.capabilities import Capabilities
 from pstar_sim.policy.kit.iteration_order import in_order
 from pstar_sim.policy.kit.job import Job
+from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.policy.kit.schedule import Modes
 from pstar_sim.policy.kit.sharing import plan_once
 from pstar_sim.policy.passes.feasibility import check_gpu, check_host
-from pstar_sim.policy.registry import Policy, built_in, can, find_policy, policy_name
+from pstar_sim.policy.registry import Policy, built_in, can, find_policy, is_built_in, policy_name
 from pstar_sim.sim.play import play
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.loading import WHOLE, Loading
@@ -114,6 +115,13 @@ def bytes_of_all(machine: Machine, *, disks: bool = True) -> int:
     """The budgets of all GPUs, hosts and (`disks`) disks."""
     each = machine.gpu_budget_bytes + machine.host_budget_bytes + (machine.nvme_budget_bytes if disks else 0)
     return each * machine.world_size
+
+
+def may_use_disks(policy: str | Policy) -> bool:
+    if not isinstance(policy, str):
+        return True
+    _, options = split_spec(policy)
+    return not is_built_in(find_policy(policy)) or "nvme" in options
 
 
 def beyond_all(workload: Workload, machine: Machine) -> bool:

@@ -242,7 +242,7 @@ class Elsewhere:
     def _given(
         self, options: Mapping[str, _Option]
     ) -> tuple[tuple[str, ...], dict[str, Any], tuple[str | None, str | None], Loading]:
-        """Behind a key: arguments of `variant`, optimizer and masters."""
+        """Behind a key."""
         given = {key: value for option in options.values() for key, value in option.given.items()}
         loading = given.pop("loading", self.loading)
         key = tuple(f"{name}={given[name]}" for name in sorted(given))
@@ -357,8 +357,7 @@ def asker(policy: str | Policy, *, others: bool = True) -> Ask:
 
 
 def _of_job(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNotFit) -> Remedy | None:
-    """[Note: the smallest change]: a job is asked about only if it saves what the last refused one lacked; a kind
-    whose last option, the best, does not, is skipped."""
+    """[Note: the smallest change]: only a job that saves what the last refused one lacked is asked about."""
     machine = elsewhere.machine
     last, refused = error, elsewhere.sizes({})
     places = {error.place}
@@ -438,7 +437,6 @@ def _on_disks(
     loading: Loading,
     ask_of: Callable[[str], Ask],
 ) -> Remedy | None:
-    """Options that keep lists on disks, if need be with the least more host memory."""
     if machine.nvme is None:
         return None
     least: tuple[str, DoesNotFit] | None = None
@@ -482,8 +480,7 @@ def _machines(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNot
 def _gpu_memory(
     ask: Ask, workload: Workload, machine: Machine, settings: Settings, loading: Loading, error: DoesNotFit
 ) -> Remedy | None:
-    """In whole MB, rounded up to two digits or 0.1 GB; only for "virtual", and for a catalog machine given less than it
-    has, up to that."""
+    """In whole MB, rounded up; only for "virtual", and for a catalog machine up to what it has."""
     listed = as_listed(machine)
     if machine.name != "virtual" and listed is None:
         return None

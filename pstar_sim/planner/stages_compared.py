@@ -32,7 +32,7 @@ from pstar_sim.planner.asked import OnPart, teller
 from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.machine_notes import machine_notes
 from pstar_sim.planner.stages import PlannedStages, plan_stages, planned_again
-from pstar_sim.planner.stages_closed import Closed, closed_forms
+from pstar_sim.planner.stages_closed import Closed, beyond_all, closed_forms
 from pstar_sim.planner.stages_cut import Cut
 from pstar_sim.planner.stages_degrees import ALL_BLOCKS, NOTHING, Way, closed_bubble, with_shards
 from pstar_sim.planner.stages_machines import machine_of_stage
@@ -113,6 +113,7 @@ class StagesComparison:
     slower: tuple[str, ...]
     notes: tuple[str, ...]
     best: PlannedStages | None
+    unplanned: int = 0
 
     @property
     def flags(self) -> str:
@@ -146,29 +147,25 @@ def compare_stages(
     *,
     left_out: Sequence[str] = (),
     every: bool = False,
+    limit_s: float = inf,
     settings: Settings | None = None,
     on_part: OnPart | None = None,
 ) -> StagesComparison:
     """every: also ways that cannot be the fastest.
+    limit_s: slower ways do not count.
 
     Raises PstarError if the job cannot be cut in any.
     """
     tell = teller(on_part)
     settings = settings or Settings()
-    named = {policy if isinstance(policy, str) else policy.__name__: policy for policy in policies}
-    alone = len(ways) == 1
+    named, alone = _by_name(policies), len(ways) == 1
     asked = _Asked(job=job, machine=machine, settings=settings, policies=named, alone=alone)
     rows: list[StagesRow] = []
     planned: dict[StagesRow, PlannedStages] = {}
     missing: dict[str, list[str]] = {}
-    room_bytes, ways_left = machine.gpu_budget_bytes, list[Closed]()
     crowded: dict[str, list[int]] = {}  # what is recomputed -> bytes of activations, each without room
-    for closed in asked.closed_forms(ways, missing):
-        if closed.activation_bytes > room_bytes:
-            crowded.setdefault(str(closed.way.recompute), []).append(closed.activation_bytes)
-        else:
-            ways_left.append(closed)
-    waiting = _Waiting(ways_left, room_bytes=room_bytes, every=every)
+    ways_left = asked.with_room(ways, missing, crowded)
+    waiting = _Waiting(ways_left, room_bytes=machine.gpu_budget_bytes, every=every)
 
     def plan(own: Way, policy: str) -> float:
         tell(f"{own.parallelism} {policy}", len(rows), len(ways) * len(policies))
@@ -184,7 +181,7 @@ def compare_stages(
 
     while True:
         first = min(rows, key=_place, default=None)
-        fastest_s = inf if first is None or first.iteration_s is None else first.iteration_s
+        fastest_s = min(limit_s, inf if first is None or first.iteration_s is None else first.iteration_s)
         if (way := waiting.next_below(fastest_s)) is not None:
             seconds = inf
             for policy, own in with_shards(asked.policies, way, machine, alone=alone):
@@ -195,7 +192,7 @@ def compare_stages(
             waiting.planned(way, seconds)
         elif (nearest := waiting.nearest(fastest_s)) is not None:
             waiting.takes(nearest[0], plan(*nearest))
-        elif first is not None and first.few:
+        elif first is not None and first.few and (first.iteration_s or 0.0) <= limit_s:
             tell(f"{first.parallel} {first.policy}, all micro-batches", len(rows), len(ways) * len(policies))
             row, stages = asked.answer(first.way, first.policy, whole=True)
             rows[rows.index(first)] = row
@@ -226,6 +223,7 @@ def compare_stages(
         slower=tuple(waiting.above(fastest_s)),
         notes=tuple(notes),
         best=best,
+        unplanned=len(waiting.ways) + len(waiting.estimated),
     )
 
 
@@ -325,6 +323,18 @@ def _place(row: StagesRow) -> tuple[bool, float]:
     return not row.fits, row.iteration_s or 0.0
 
 
+def least_s(
+    job: Job, machine: Machine, policies: Sequence[str | Policy], ways: Sequence[Way], settings: Settings
+) -> float:
+    """Bound of all ways with room; infinite without any."""
+    asked = _Asked(job=job, machine=machine, settings=settings, policies=_by_name(policies), alone=False)
+    return min((closed.bound_s for closed in asked.with_room(ways, {}, {})), default=inf)
+
+
+def _by_name(policies: Iterable[str | Policy]) -> dict[str, str | Policy]:
+    return {policy if isinstance(policy, str) else policy.__name__: policy for policy in policies}
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
     """written: jobs of the last ways' stages."""
@@ -389,11 +399,22 @@ class _Asked:
         own = self.written[unsliced]
         return plan_stages(job, self.machine, named, spread, self.settings, again=again, pins=pins, cut=own)
 
-    def closed_forms(self, ways: Sequence[Way], missing: dict[str, list[str]]) -> list[Closed]:
+    def with_room(
+        self, ways: Sequence[Way], missing: dict[str, list[str]], crowded: dict[str, list[int]]
+    ) -> list[Closed]:
+        """For activations, as far as they are counted."""
         if self.alone:
             return [Closed(way=way) for way in ways]
-        counts = not any(map(self._searches, self.policies))
-        return closed_forms(self.job, self.machine, ways, self.settings, missing, counts=counts)
+        if words := beyond_all(self.job, self.machine, self.policies.values()):
+            missing[words] = [f"all {format_count(len(ways), 'way')}"]
+            return []
+        counts, left = not any(map(self._searches, self.policies)), list[Closed]()
+        for closed in closed_forms(self.job, self.machine, ways, self.settings, missing, counts=counts):
+            if closed.activation_bytes > self.machine.gpu_budget_bytes:
+                crowded.setdefault(str(closed.way.recompute), []).append(closed.activation_bytes)
+            else:
+                left.append(closed)
+        return left
 
     def _searches(self, policy: str) -> bool:
         named = self.policies[policy]

@@ -116,10 +116,7 @@ def tried_text(tried: Mapping[str, Tried], chosen: str = "") -> str:
 
 
 def _capped_text(capped: Sequence[Tried]) -> str:
-    """Such as "3 not tried (optimal plans at most 5 ways ...; their bounds are 1.1 s to 2.0 s)".
-
-    capped: in the order of their bounds.
-    """
+    """Such as "3 not tried (optimal plans at most 5 ways ...; their bounds are 1.1 s to 2.0 s)"."""
     first, last = (format_s(row.seconds or 0.0) for row in (capped[0], capped[-1]))
     bounds = f"its bound is {first}" if len(capped) == 1 else f"their bounds are {first} to {last}"
     return f"{len(capped)} not tried ({capped[0].cap}; {bounds})"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -363,7 +363,7 @@ def cheapest_text(answer: Cheapest, *, width: int | None = None) -> str:
         "machine", "nodes", "GPUs", "in time", "policy", "micro-batches", "tokens/s", "error", "TFLOPS/GPU", "MFU",
         "days", "USD/h", "USD", "USD/M tokens",
     )  # fmt: skip
-    shown = [row for row in answer.rows if row.days is not None]
+    shown = [row for row in answer.rows if row.days is not None or row.least_usd is not None]
     if answer.best is not None or answer.too_late:
         lines += [*wrap(_cheapest_one(answer), width), *([""] if shown else [])]
     if shown:
@@ -399,7 +399,9 @@ def _offered(offer: Offer) -> str:
 
 
 def _offer_notes(answer: Cheapest, shown: Sequence[Offer]) -> Iterator[str]:
-    slow = [row for row in answer.rows if row.days is None and row.least_days is not None]
+    slow = [row for row in answer.rows if row.days is None and row.least_usd is None and row.least_days is not None]
+    if any(row.least_usd is not None for row in answer.rows):
+        yield "≥: not planned, as no plan costs less, which is not below the cheapest"
     if slow:
         days = ", ".join(f"{_tried(row)} {_days(row.least_days or 0.0)}" for row in slow)
         yield f"too slow, by their days if they never waited for anything: {days}"
@@ -447,25 +449,31 @@ def _nodes_of(row: Offer) -> str:
 _IN_TIME = {(True, True): "yes", (True, False): "likely", (False, False): "unlikely", (False, True): "no"}
 
 
+def _at_least(figure: float | None, least: float | None, text: Callable[[float], str]) -> str:
+    if figure is not None:
+        return text(figure)
+    return "" if least is None else f"≥ {text(least)}"
+
+
 def _offer_cells(row: Offer) -> tuple[str, ...]:
     return (
         row.machine,
         str(row.nodes),
         str(row.gpus),
-        _IN_TIME[row.in_time, row.in_time_is_sure],
+        _IN_TIME[row.in_time, row.in_time_is_sure] if row.least_usd is None else "",
         ", ".join(filter(None, (row.policy, row.parallel, row.recompute and f"recomputing {row.recompute}"))),
-        f"{row.batch} x {row.micro_batches}",
+        "" if row.batch is None else f"{row.batch} x {row.micro_batches}",
         "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
-        format_error(row.expected_error),
+        format_error(row.expected_error) if row.least_usd is None else "",
         ""
         if row.tflops_per_gpu is None
         else f"{row.tflops_per_gpu:.0f}"
         if row.tflops_per_gpu >= 100
         else f"{row.tflops_per_gpu:.1f}",
         "" if row.mfu is None else format_percent(row.mfu),
-        "" if row.days is None else _days(row.days),
+        _at_least(row.days, row.least_days, _days),
         "" if row.usd_per_hour is None else f"{row.usd_per_hour:,.2f}",
-        "" if row.usd is None else f"{row.usd:,.0f}",
+        _at_least(row.usd, row.least_usd, "{:,.0f}".format),
         "" if row.usd_per_million_tokens is None else f"{row.usd_per_million_tokens:.4f}",
     )
 

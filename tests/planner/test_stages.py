@@ -29,25 +29,26 @@ from pstar_sim.core.set_file import read_plans, save_set
 from pstar_sim.core.step import Kind, Place, Queue, Ref
 from pstar_sim.cost import CostModel, cost_of, expected_link
 from pstar_sim.errors import CannotPlan, DoesNotFit, ModelError, PlanError, PstarError
-from pstar_sim.planner.cheapest import cheapest
+from pstar_sim.planner.cheapest import Cheapest, cheapest
 from pstar_sim.planner.compare import compare
 from pstar_sim.planner.grid import load_grid
 from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.limits import Limit, deeper, max_model
 from pstar_sim.planner.stages import PlannedStages, _with_waits, examine_set, plan_stages, planned_again
 from pstar_sim.planner.stages_closed import Closed
-from pstar_sim.planner.stages_compared import _Waiting, compare_stages
+from pstar_sim.planner.stages_compared import _Waiting, compare_stages, least_s
 from pstar_sim.planner.stages_cut import Cut
 from pstar_sim.planner.stages_degrees import Way, ways_of, ways_to_spread
 from pstar_sim.planner.stages_machines import machine_of_stage
 from pstar_sim.planner.stages_shortages import stages_shortage
 from pstar_sim.planner.sweep import sweep
 from pstar_sim.policy.family.asynchronous import Asynchronous
-from pstar_sim.policy.registry import find_policy
+from pstar_sim.policy.registry import STAGED, find_policy
 from pstar_sim.report.capacity_tables import cheapest_text
 from pstar_sim.report.stages import explain_stages, stages_figure, stages_text
 from pstar_sim.sim.play import play_stages
 from pstar_sim.testing import round_machine
+from pstar_sim.units import format_bytes
 from pstar_sim.workload.parallelism import Parallelism
 from pstar_sim.workload.pipeline import Part, cells_of, in_schedule
 from pstar_sim.workload.presets import preset, workload_of
@@ -1195,6 +1196,50 @@ class TestOtherQuestions:
         (row,) = answer.rows
         assert (row.parallel, row.policy, row.tokens_per_s) == (best.parallel, best.policy, best.tokens_per_s)
         assert f"{best.policy}, {best.parallel}" in cheapest_text(answer, width=200)
+
+    def test_machines_that_cannot_be_the_cheapest_are_not_planned(self) -> None:
+        """One is dearer by its bound, one by all its ways that might be cheaper; alone they cost no less than said."""
+        usual, job = load_machine("a100-40x8", gpus=4), replace(JOB, batch=8, micro_batches=1)
+        ways, _ = ways_of(job, usual, "auto")
+        fastest_s = compare_stages(job, usual, STAGED, ways).rows[0].iteration_s
+        bound_s = least_s(job, usual, STAGED, ways, Settings())
+        assert fastest_s is not None and bound_s < fastest_s
+        near = (fastest_s / bound_s) ** 0.5  # times the price, so that its bound alone is below the cheapest
+        prices = {"dear": 8 * fastest_s / bound_s * 1.01, "near": 8 * near, "cheap": 8.0}
+        machines = [replace(usual, name=name, price_usd_per_hour=usd) for name, usd in prices.items()]
+
+        def asked(machines: list[Machine]) -> Cheapest:
+            return cheapest("tiny-gpt2", tokens=1e9, batch=8, seq=64, machines=machines, parallel="auto", most_nodes=1)
+
+        answer, alone = asked(machines), {machine.name: asked([machine]).rows[0] for machine in machines}
+        best, *others = answer.rows
+        assert best == alone["cheap"] and [row.machine for row in others] == ["near", "dear"]
+        for row in others:
+            own, least_usd = alone[row.machine], row.least_usd
+            assert row.usd is None and own.usd is not None and best.usd is not None
+            assert least_usd is not None and best.usd <= least_usd <= own.usd
+            assert row.least_days is not None and own.days is not None and row.least_days <= own.days
+            assert f"≥ {least_usd:,.0f}" in cheapest_text(answer, width=200)
+        assert others[0].least_usd == best.usd
+
+    def test_a_deadline_that_no_bound_meets_is_not_planned_for(self) -> None:
+        machine = replace(load_machine("a100-40x8", gpus=4), price_usd_per_hour=8.0)
+        asked = {"tokens": 1e12, "batch": 8, "seq": 64, "machines": [machine], "parallel": "auto", "most_nodes": 1}
+        (row,) = cheapest("tiny-gpt2", deadline_s=1.0, **asked).rows  # type: ignore[arg-type]
+        (late,) = cheapest("tiny-gpt2", deadline_s=1.0, nodes=[1], **asked).rows  # type: ignore[arg-type]
+        assert row.days is None and row.least_days is not None and str(row.reason).startswith("too slow")
+        assert late.days is not None and row.least_days <= late.days and not late.in_time
+
+    def test_a_model_beyond_all_memory_is_refused_at_once(self) -> None:
+        """As every way is, if it is planned."""
+        job, machine = replace(JOB, model="llama-3.1-70b", batch=8, micro_batches=1), load_machine("rtx4090-128gb")
+        ways, _ = ways_of(job, machine, "auto")
+        answer = compare_stages(job, machine, STAGED, ways)
+        has = format_bytes(machine.gpu_budget_bytes + machine.host_budget_bytes)
+        (why,) = (words for words in answer.left_out if "do not fit" in words)
+        assert not answer.rows and why.startswith(f"all {len(ways)} ways") and why.endswith(f"together have {has}")
+        (row,) = compare_stages(job, machine, ["tide"], ways[-1:]).rows
+        assert not row.fits
 
     def test_a_sweep_over_parallelism(self) -> None:
         grid = {

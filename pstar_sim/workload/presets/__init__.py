@@ -178,8 +178,7 @@ def _check_adapter(entry: ModelEntry, lora: Adapter) -> None:
 
 
 def _share_of(entry: ModelEntry, model: str, stage: Stage) -> ModelEntry:
-    """A rank's heads, widths and vocabulary. Raises ModelError, with a number that works: of divisors of the ranks,
-    else powers of two, the nearest."""
+    """A rank's heads, widths and vocabulary. Raises ModelError, with the nearest number that works."""
     ranks = stage.tensor
     if ranks == 1:
         return entry
