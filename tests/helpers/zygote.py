@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -172,6 +173,9 @@ def run(program: Program, paths: list[str]) -> None:
 
     os.environ.clear()
     os.environ.update(program.environment)
+    if os.environ.get("ZYGOTE_END") != "whole":
+        for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # torch takes its operators apart
+            each.atexit = False
     os.chdir(program.folder)
     sys.executable = program.executable
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -230,8 +234,6 @@ def ready(address: str) -> socket.socket:
 if __name__ == "__main__":
     own = {str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
     PROGRAM = serve(ready(sys.argv[1]))
-    if PROGRAM is None:
-        os.environ["ZYGOTE_END"] = "whole"
-    else:
+    if PROGRAM is not None:
         with noting_status():
             run(PROGRAM, [path for path in sys.path if path not in own])

@@ -1289,8 +1289,8 @@ def test_a_way_that_cannot_be_the_fastest_is_not_planned() -> None:
 
 
 def test_ways_whose_first_stage_alone_is_slower_are_left_out() -> None:
-    machine = load_machine("a100-40x8", gpus=4, gpu_memory="4GB")
-    job = Job(model="gpt2", batch=4, seq=256, micro_batches=4)
+    machine = load_machine("a100-40x8", gpus=2, gpu_memory="3GB")
+    job = Job(model="gpt2", batch=4, seq=256, micro_batches=2)
     ways, _ = ways_of(job, machine, "auto")
     few, every = (compare_stages(job, machine, ["tide"], ways, every=every) for every in (False, True))
     assert few.best is not None and every.best is not None and len(few.rows) < len(every.rows)

@@ -88,6 +88,7 @@ SIMULATED = [
     ("llama-3.1-8b", "bf16", "rtx4090-128gb"),
     ("qwen3-8b", "nf4", "a100-80"),
     ("qwen3-30b-a3b", "nf4-experts", "rtx4090-128gb"),
+    ("gpt-oss-20b", "nf4-experts", "rtx4090-128gb"),
 ]
 
 

@@ -47,15 +47,15 @@ NOT_RUN = {
 """How a command or a block of Python begins that is not run, and the reason."""
 
 IN_SMALL = {
-    "pstar fits --model 4B": "--policy tide",
-    "pstar compare --model 4B": "--policy zero_offload",
-    "pstar plan --model 4B": "--policy tide",
+    "pstar fits --model 4B": "--policy tide --model 1B",
+    "pstar compare --model 4B": "--policy zero_offload --model 1B",
+    "pstar plan --model 4B": "--policy tide --model 1B --gpu-memory 8GB",
     "pstar fits --like": "--policy tide",
     "pstar compare --like": "--policy tide",
-    "pstar max-model ": "--policy zero_offload",
-    "pstar max-batch ": "--policy zero_offload",
-    "pstar cheapest --model 8B": "--policy tide",
-    "pstar sensitivity ": "--policy zero_offload",
+    "pstar max-model ": "--policy zero_offload --like 1B --host-memory 24GB",
+    "pstar max-batch ": "--policy zero_offload --model 1B",
+    "pstar cheapest --model 8B": "--policy tide --model 1B",
+    "pstar sensitivity ": "--policy zero_offload --model 1B",
     "pstar plan --model 1B --global-batch 8": "--policy zero_offload --global-batch 2",
     "pstar compare --model 1B --batch 2": "--policy zero_offload",
     "pstar compare --model llama-3.2-3b": "--policy tide --model llama-3.2-1b",
