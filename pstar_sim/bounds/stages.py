@@ -13,27 +13,44 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from pstar_sim.bounds.bounds import lower_bound
 from pstar_sim.bounds.certificate import certificate_of
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.plan import Plan
 from pstar_sim.core.plan_set import BorderKey, PlanSet, border_key, has_barrier
 from pstar_sim.cost import CostModel, cost_of
 from pstar_sim.workload.tape import TENSOR
 from pstar_sim.workload.workload import Workload
+
+_ALONE = ("bound of a stage alone",)  # key of `Workload.derived`: of its last plan
+
+
+class _Alone(NamedTuple):
+    machine: Machine
+    asked: tuple[object, ...]
+    seconds: float
 
 
 def stages_bound_s(plans: PlanSet) -> float:
     """[Note: the bound of stages]"""
     if plans.parallelism.only_shares_batch:
         return certificate_of(plans.plans[0]).seconds
-    alone_s = max(
-        lower_bound(p.workload, p.machine, p.settings, p.layout, ranked=p.ranked).seconds for p in plans.plans
-    )
+    alone_s = max(map(_alone_s, plans.plans))
     costs = [cost_of(plan.workload, plan.machine, plan.layout) for plan in plans.plans]
     if plans.shares:
         jobs = [(cost.workload, cost.moments_s) for cost in costs]
         return max(alone_s, seconds_in_step(jobs, again=not has_barrier(plans.plans)))
     return max(alone_s, _path_s(plans, costs)) if has_barrier(plans.plans) else alone_s
+
+
+def _alone_s(plan: Plan) -> float:
+    known, asked = plan.workload.derived.get(_ALONE), (plan.settings, plan.layout, plan.ranked)
+    if not isinstance(known, _Alone) or known.machine is not plan.machine or known.asked != asked:
+        found = lower_bound(plan.workload, plan.machine, plan.settings, plan.layout, ranked=plan.ranked)
+        plan.workload.derived[_ALONE] = known = _Alone(plan.machine, asked, found.seconds)
+    return known.seconds
 
 
 def seconds_in_step(jobs: Sequence[tuple[Workload, Sequence[float]]], *, again: bool = False) -> float:

@@ -33,7 +33,7 @@ from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.policy.registry import Policy, can, find_policy, sharded_as
 from pstar_sim.sim.play import play_stages
 from pstar_sim.workload.parallelism import Parallelism
-from pstar_sim.workload.workload import Workload
+from pstar_sim.workload.workload import Workload, copy_moment
 
 EVEN = "even_split_s"
 """Key of predictions: seconds with equal shares of layers."""
@@ -146,8 +146,8 @@ def _planned(cut: Cut, policy: str | Policy, settings: Settings, pins: Sequence[
         plans: list[Plan] = []
         try:
             plans += (
-                function(workload, on, settings)
-                for workload, on, function in zip(cut.workloads, cut.machines, functions)
+                function(cut.workload(member), on, settings)
+                for member, (on, function) in enumerate(zip(cut.machines, functions))
             )
             break
         except DoesNotFit as error:
@@ -233,7 +233,7 @@ def planned_again(planned: PlannedStages, policy: str | Policy, settings: Settin
 
 
 def _with_waits(plan: Plan, timeline: Timeline, sums: Mapping[int, int]) -> Workload:
-    """The job as if its moments were measured with their waits for others.
+    """The job as if measured with waits for others.
 
     sums: step -> its moment, of those that end with others.
     """
@@ -247,7 +247,9 @@ def _with_waits(plan: Plan, timeline: Timeline, sums: Mapping[int, int]) -> Work
             seconds[moment] += start_s - ready_s
         if iteration == last and step in sums:
             seconds[moment] += max(0.0, end_s - start_s - own_s[moment])
-    moments = tuple(replace(m, duration_s=s) for m, s in zip(w.moments, seconds))
+    moments = tuple(
+        copy_moment(m, m.start_bytes, m.peak_bytes, m.end_bytes, duration_s=s) for m, s in zip(w.moments, seconds)
+    )
     return replace(w, moments=moments, source="recorded", recorded_on=plan.machine.name)
 
 
@@ -260,7 +262,7 @@ def _together(parallelism: Parallelism, plans: Sequence[Plan], shares: tuple[Sha
 
 
 def examine_set(plans: PlanSet) -> tuple[tuple[CheckReport, ...], float]:
-    """Proves and simulates a set; returns proofs and the seconds of an iteration. Raises PlanError, and FalseFigures
+    """Proves and simulates a set; returns proofs and seconds. Raises PlanError, and FalseFigures
     for other seconds than stated."""
     reports = prove_set(plans)
     seconds = max(timeline.iteration_s for timeline in play_stages(plans))

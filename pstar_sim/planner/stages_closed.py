@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from pstar_sim.bounds.stages import seconds_in_step
 from pstar_sim.catalog.machine import Machine
@@ -23,27 +22,23 @@ from pstar_sim.planner.stages_degrees import Way
 from pstar_sim.planner.stages_machines import machine_of_stage
 from pstar_sim.policy.registry import Policy
 from pstar_sim.units import format_bytes
-from pstar_sim.workload.pipeline import Part, cells_of, peak_in_schedule
+from pstar_sim.workload.pipeline import cells_of, peak_in_schedule
 from pstar_sim.workload.presets.shared import Stage
 from pstar_sim.workload.presets.shortened import Shortened, shortened
 
 
 @dataclass(frozen=True, kw_only=True)
 class Closed:
-    """Bytes of 0: not counted."""
+    """Bytes of 0: not counted.
+
+    alike: GPUs.
+    """
 
     way: Way
     bound_s: float = 0.0
     activation_bytes: int = 0
     model_bytes: int = 0
-    cut: Cut | None = None
-
-    @cached_property
-    def parts(self) -> Sequence[Part]:
-        """Of stage 0; () of kinds of GPUs."""
-        if self.cut is None or self.cut.shares:
-            return ()
-        return [self.cut.written(stage) for stage in self.cut.stages[:: self.way.parallelism.pipeline]]
+    alike: bool = False
 
 
 def beyond_all(job: Job, machine: Machine, policies: Iterable[str | Policy]) -> str:
@@ -87,15 +82,15 @@ def _closed(cut: Cut, way: Way, settings: Settings, *, counts: bool) -> Closed:
     spread, machine = way.parallelism, cut.machine
     if cut.shares:
         jobs = [(one, Computing(one, on).moments_s) for (one, _), on in zip(cut.parts(), cut.machines)]
-        return Closed(way=way, bound_s=way.micro_batches * seconds_in_step(jobs, again=True), cut=cut)
+        return Closed(way=way, bound_s=way.micro_batches * seconds_in_step(jobs, again=True))
     parts = [cut.shortened(stage) for stage in cut.stages]
     bound_s, own = _bound_s(parts, machine, way, settings), parts[:: spread.pipeline]
     if not counts:
-        return Closed(way=way, bound_s=bound_s, cut=cut)
+        return Closed(way=way, bound_s=bound_s, alike=True)
     sharing = machine_of_stage(machine, spread, 0).data_parallel_size
     model_bytes = sum(one.model_bytes for one in own) // sharing
     size = _activation_bytes(way, own)
-    return Closed(way=way, bound_s=bound_s, activation_bytes=size, model_bytes=model_bytes, cut=cut)
+    return Closed(way=way, bound_s=bound_s, activation_bytes=size, model_bytes=model_bytes, alike=True)
 
 
 def _activation_bytes(way: Way, parts: Sequence[Shortened]) -> int:

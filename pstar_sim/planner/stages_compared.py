@@ -14,7 +14,7 @@ follow the line through both, not below its bound. The larger pins as the smalle
 low; so the fastest row is planned whole, until it is the fastest, and so is a policy that searches.
 
 [Note: the first stage alone] Policies that only pin take long to search. So a way waits with an estimate: what stage 0
-alone takes with the closed form's pins, on a line likewise, and the bubble. The least is planned first, and none above
+alone takes with the closed form's pins, on a line, and the bubble. The least is planned first, and none above
 the fastest plan by more than CLOSE. Of one stage it is the searched plan's to 1 %, of others 2 % more to 5 % less.
 """
 
@@ -35,19 +35,16 @@ from pstar_sim.planner.stages import PlannedStages, plan_stages, planned_again
 from pstar_sim.planner.stages_closed import Closed, beyond_all, closed_forms
 from pstar_sim.planner.stages_cut import Cut
 from pstar_sim.planner.stages_degrees import ALL_BLOCKS, NOTHING, Way, closed_bubble, with_shards
-from pstar_sim.planner.stages_machines import machine_of_stage
 from pstar_sim.planner.utilization import tflops_and_mfu
 from pstar_sim.policy.family.asynchronous import Asynchronous
 from pstar_sim.policy.kit.capabilities import capabilities_of
 from pstar_sim.policy.registry import Policy, can, find_policy
 from pstar_sim.units import format_bytes, format_count, format_s
 from pstar_sim.workload.parallelism import CUTS, Parallelism
-from pstar_sim.workload.pipeline import INTERLEAVED, SCHEDULES, cells_of, in_schedule
+from pstar_sim.workload.pipeline import INTERLEAVED, SCHEDULES
 
 CLOSE = 1.02
 """[Note: the first stage alone]"""
-_WRITTEN = 2
-"""Jobs of a way's stages that are kept: with two numbers of micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,7 +334,7 @@ def _by_name(policies: Iterable[str | Policy]) -> dict[str, str | Policy]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
-    """written: jobs of the last ways' stages."""
+    """written: of the last way."""
 
     job: Job
     machine: Machine
@@ -349,19 +346,19 @@ class _Asked:
     def estimate_s(self, closed: Closed, policy: str) -> float:
         """[Note: the first stage alone]; 0 for other policies."""
         way, point = closed.way, can(self.policies[policy]).point
-        if point is None or point.streams or point.sums or self._searches(policy) or not closed.parts:
+        if point is None or point.streams or point.sums or self._searches(policy) or not closed.alike:
             return 0.0
-        spread, on = way.parallelism, machine_of_stage(self.machine, way.parallelism, 0)
         counts, seconds = _few_of(way), list[float]()
         for count in dict.fromkeys(counts):
-            own = in_schedule(closed.parts, cells_of(spread.schedule, spread.pipeline, count, spread.virtual), 0)
+            cut = self._cut(replace(way, micro_batches=count))
             try:
-                seconds.append(Asynchronous(policy, own, on, self.settings, point=point).first_s())
+                own = Asynchronous(policy, cut.workload(0), cut.machines[0], self.settings, point=point)
+                seconds.append(own.first_s())
             except (CannotPlan, DoesNotFit, PlanError):  # as its plan will say
                 return 0.0
         each_s = (seconds[-1] - seconds[0]) / max(1, counts[1] - counts[0])
         alone_s = seconds[-1] + (way.micro_batches - counts[1]) * each_s
-        return alone_s / (1 - closed_bubble(spread, way.micro_batches))
+        return alone_s / (1 - closed_bubble(way.parallelism, way.micro_batches))
 
     def answer(self, way: Way, policy: str, *, whole: bool) -> tuple[StagesRow, PlannedStages | None]:
         """Returns the row and its plans; None for a way that does not fit or, unless `whole`, has so many
@@ -391,13 +388,20 @@ class _Asked:
             return replace(short, needed_bytes=error.needed_bytes, available_bytes=error.available_bytes), None
 
     def _plan(self, way: Way, policy: str, *, again: bool = False, pins: Sequence[int] = ()) -> PlannedStages:
-        named, job, spread = self.policies[policy], way.of(self.job), way.parallelism
-        if (unsliced := replace(way, parallelism=replace(spread, shard=None))) not in self.written:
-            if len(self.written) == _WRITTEN:
+        named, own = self.policies[policy], self._cut(way)
+        return plan_stages(
+            own.job, self.machine, named, way.parallelism, self.settings, again=again, pins=pins, cut=own
+        )
+
+    def _cut(self, way: Way) -> Cut:
+        if way not in self.written:
+            job, spread = way.of(self.job), way.parallelism
+            like = {_any_micro_batches(other): cut for other, cut in self.written.items()}.get(_any_micro_batches(way))
+            if like is None:
                 self.written.clear()
-            self.written[unsliced] = Cut(job=job, machine=self.machine, parallelism=spread)
-        own = self.written[unsliced]
-        return plan_stages(job, self.machine, named, spread, self.settings, again=again, pins=pins, cut=own)
+                like = Cut(job=job, machine=self.machine, parallelism=spread)
+            self.written[way] = replace(like, job=job, parallelism=spread)
+        return self.written[way]
 
     def with_room(
         self, ways: Sequence[Way], missing: dict[str, list[str]], crowded: dict[str, list[int]]
@@ -419,6 +423,10 @@ class _Asked:
     def _searches(self, policy: str) -> bool:
         named = self.policies[policy]
         return capabilities_of(find_policy(named) if isinstance(named, str) else named).tries_others
+
+
+def _any_micro_batches(way: Way) -> Way:
+    return replace(way, micro_batches=1, parallelism=replace(way.parallelism, shard=None))
 
 
 def _few_of(way: Way) -> tuple[int, int]:

@@ -45,6 +45,7 @@ class Cut:
     even: kinds take equal parts.
     nodes: parts of the node of a rank of each kind; (): as many as of a layer.
     ends: (seconds, unevenness) of splits, also relieved.
+    pieces, jobs: written so far.
     """
 
     job: Job
@@ -55,6 +56,8 @@ class Cut:
     even: bool = False
     nodes: tuple[int, ...] = ()
     ends: dict[tuple[Share, ...], tuple[float, int]] = field(default_factory=dict, repr=False)
+    pieces: dict[Stage, Part] = field(default_factory=dict, repr=False)
+    jobs: dict[tuple[object, ...], Workload] = field(default_factory=dict, repr=False)
 
     @property
     def members(self) -> int:
@@ -74,14 +77,18 @@ class Cut:
         shares = _fractions([Share(share.ranks, share.node or share.parts) for share in self.shares])
         return [machine_of_stage(self.machine, self.parallelism, n, share) for n, share in enumerate(shares)]
 
-    @cached_property
+    @property
     def workloads(self) -> list[Workload]:
         """Of one rank of each member."""
-        parts, spread = list(self.parts()), self.parallelism
-        cells = cells_of(spread.schedule, spread.pipeline, self.job.micro_batches or 1, spread.virtual)
-        if self.shares:
-            return [in_schedule([part], cells, 0) for part in parts]
-        return [in_schedule(parts[number :: len(cells)], cells, number) for number in range(len(cells))]
+        return list(map(self.workload, range(self.members)))
+
+    def workload(self, member: int) -> Workload:
+        spread, count = self.parallelism, self.job.micro_batches or 1
+        stages = self.stages[member :: self.members]
+        if (key := (member, count, *stages)) not in self.jobs:
+            cells = cells_of(spread.schedule, spread.pipeline, count, spread.virtual)
+            self.jobs[key] = in_schedule([*map(self.written, stages)], cells, 0 if self.shares else member)
+        return self.jobs[key]
 
     @property
     def entry(self) -> ModelEntry:
@@ -103,7 +110,9 @@ class Cut:
         return map(self.written, self.stages)
 
     def written(self, stage: Stage) -> Part:
-        return stage_of(self.entry, stage, **self._axes)
+        if stage not in self.pieces:
+            self.pieces[stage] = stage_of(self.entry, stage, **self._axes)
+        return self.pieces[stage]
 
     def shortened(self, stage: Stage) -> Shortened:
         return shortened(self.entry, stage, **self._axes)
@@ -150,7 +159,7 @@ class Cut:
         has = [share.parts for share in self.shares] or [len(one) for one in layers]
         most = list(self.most or [sys.maxsize] * self.members)
         most[member] = max(has[member] - parts, min(1, has[member] - 1))
-        less = replace(self, most=tuple(most), nodes=())
+        less = replace(self, most=tuple(most), nodes=(), jobs={})
         if self.shares:
             return next((each for each in (less, replace(less, most=(), even=True)) if _splits(each)), None)
         return less if most[member] and sum(most) >= layers[-1].stop else None

@@ -247,15 +247,18 @@ def levelled(cells: Sequence[tuple[Hashable, Sequence[Moment]]]) -> list[Moment]
 
     cells: (micro-batch, or a part of one, its moments, with its bytes alone), one after the other.
     """
+    return [shifted(m, left) for (_, row), left in zip(cells, others_of(cells)) for m in row]
+
+
+def others_of(cells: Sequence[tuple[Hashable, Sequence[Moment]]]) -> Iterator[int]:
+    """Bytes beside each cell."""
     level = {own: row[0].start_bytes for own, row in reversed(cells)}
     total = sum(level.values())
-    moments: list[Moment] = []
     for own, row in cells:
         others = total - level[own]
-        moments += (shifted(m, others) for m in row)
+        yield others
         level[own] = row[-1].end_bytes
         total = others + level[own]
-    return moments
 
 
 def shifted(moment: Moment, shift: int) -> Moment:

@@ -22,7 +22,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from pstar_sim.errors import ModelError
-from pstar_sim.workload.mixing import levelled
+from pstar_sim.workload.mixing import others_of
 from pstar_sim.workload.orders import Order
 from pstar_sim.workload.tape import Crossing
 from pstar_sim.workload.workload import Border, Moment, Phase, Tensor, Use, Workload, copy_moment, repeat_micro_batch
@@ -96,8 +96,8 @@ def in_schedule(parts: Sequence[Part], cells: Sequence[Sequence[Cell]], stage: i
     mine = cells[stage]
     if _one_by_one(parts[0][1], mine):
         return repeat_micro_batch(parts[0][0], len(mine) // 2)
-    moments, crossed = _in_turns([(one.moments, crossings) for one, crossings in parts], cells, stage)
-    borders = sorted((border for _, border in crossed), key=lambda b: (b.behind, not b.receives, _ONCE.get(b.what, 0)))
+    turns = _in_turns([(one.moments, crossings) for one, crossings in parts], cells, stage)
+    borders = sorted(turns.borders, key=lambda b: (b.behind, not b.receives, _ONCE.get(b.what, 0)))
     begins = list(accumulate((len(one.tensors) for one, _ in parts), initial=0))
     passes = [_passes(one.moments[:-1]) for one, _ in parts]
     used = [[[use for use in one.uses if use.moment in run] for run in runs] for (one, _), runs in zip(parts, passes)]
@@ -111,9 +111,9 @@ def in_schedule(parts: Sequence[Part], cells: Sequence[Sequence[Cell]], stage: i
         first += len(row)
     return replace(
         parts[0][0],
-        micro_batches=1 + moments[-1].micro_batch,
+        micro_batches=1 + turns.owners[-1],
         tensors=parts[0][0].tensors if len(parts) == 1 else _tensors([one for one, _ in parts], begins),
-        moments=tuple(moments),
+        moments=tuple(map(copy_moment, turns.moments, turns.start, turns.peak, turns.end, turns.owners)),
         uses=tuple(uses),
         borders=tuple(borders),
         order=Order.PIPELINED,
@@ -123,16 +123,25 @@ def in_schedule(parts: Sequence[Part], cells: Sequence[Sequence[Cell]], stage: i
 def peak_in_schedule(parts: Sequence[_Moments], cells: Sequence[Sequence[Cell]], stage: int) -> int:
     """Non-model bytes of `in_schedule`'s job, at most."""
     alone = _one_by_one(parts[0][1], cells[stage])
-    return max(m.peak_bytes for m in (parts[0][0] if alone else _in_turns(parts, cells, stage)[0]))
+    return max([m.peak_bytes for m in parts[0][0]] if alone else _in_turns(parts, cells, stage).peak)
 
 
 def _one_by_one(crossings: Sequence[Crossing], mine: Sequence[Cell]) -> bool:
     return not crossings and all(mine[n].micro_batch == mine[n + 1].micro_batch for n in range(0, len(mine), 2))
 
 
-def _in_turns(
-    parts: Sequence[_Moments], cells: Sequence[Sequence[Cell]], stage: int
-) -> tuple[list[Moment], list[tuple[Crossing, Border]]]:
+class _Turns(NamedTuple):
+    """By moment, with the borders' bytes."""
+
+    moments: list[Moment]
+    owners: list[int]
+    start: list[int]
+    peak: list[int]
+    end: list[int]
+    borders: list[Border]
+
+
+def _in_turns(parts: Sequence[_Moments], cells: Sequence[Sequence[Cell]], stage: int) -> _Turns:
     mine, bodies = cells[stage], [moments[:-1] for moments, _ in parts]
     passes = [_passes(body) for body in bodies]
     rows = [passes[cell.part][cell.backward] for cell in mine]
@@ -140,16 +149,19 @@ def _in_turns(
     count = 1 + max(cell.micro_batch for cell in mine)
     once = (c for _, crossings in parts for c in crossings if c.counted and c.what in _ONCE)
     again = (count - 1) * sum(crossing.bytes for crossing in once)  # what all micro-batches share is counted once
-    levels = levelled(
-        [((cell.micro_batch, cell.part), [bodies[cell.part][m] for m in row]) for cell, row in zip(mine, rows)]
-    )
-    owners = (cell.micro_batch for cell, row in zip(mine, rows) for _ in row)
-    moments = [
-        copy_moment(m, m.start_bytes - again, m.peak_bytes - again, m.end_bytes - again, own)
-        for m, own in zip(levels, owners)
-    ]
-    last = moments[-1].end_bytes
-    moments.append(copy_moment(parts[0][0][-1], last, last, last, count - 1))
+    runs = [((cell.micro_batch, cell.part), [bodies[cell.part][m] for m in row]) for cell, row in zip(mine, rows)]
+    made = _Turns([], [], [], [], [], [])
+    for ((own, _), run), others in zip(runs, others_of(runs)):
+        made.moments.extend(run)
+        made.owners.extend([own] * len(run))
+        made.start.extend([max(0, m.start_bytes + others) - again for m in run])
+        made.peak.extend([max(0, m.peak_bytes + others) - again for m in run])
+        made.end.extend([max(0, m.end_bytes + others) - again for m in run])
+    made.moments.append(parts[0][0][-1])
+    made.owners.append(count - 1)
+    last = made.end[-1]
+    for sizes in (made.start, made.peak, made.end):
+        sizes.append(last)
     turns = {"each": range(count), "first": (0,), "last": (count - 1,)}
     arrivals = _arrivals(cells, stage) if len(parts) > 1 else {}
     found = [
@@ -160,11 +172,11 @@ def _in_turns(
     ]
     # Among those behind one moment, receives come in the order in which other stages make them.
     found.sort(key=lambda row: arrivals.get((row[1], row[0].what), _Arrival(0, 0)).made if row[0].receives else 0)
-    crossed = [
-        (crossing, _border(crossing, n, first, begin, cells, stage, arrivals.get((n, crossing.what))))
-        for crossing, n, begin in found
-    ]
-    return _with_borders(moments, crossed), crossed
+    for crossing, n, begin in found:
+        border = _border(crossing, n, first, begin, cells, stage, arrivals.get((n, crossing.what)))
+        made.borders.append(border)
+        _add_border(made, crossing, border)
+    return made
 
 
 def _passes(body: Sequence[Moment]) -> tuple[range, range]:
@@ -266,21 +278,13 @@ def _border(
     )
 
 
-def _with_borders(moments: Sequence[Moment], crossed: Sequence[tuple[Crossing, Border]]) -> list[Moment]:
-    start, peak, end = ([0] * len(moments) for _ in range(3))
-    for crossing, border in crossed:
-        begin, over = border.behind, border.until
-        if crossing.counted and crossing.what in _ONCE:
-            continue  # the peaks of all moments count the bytes
-        if crossing.counted and border.receives:
-            over -= 1  # from here on the tape counts them
-        if begin == over:
-            continue
-        for m in range(begin, over + 1):
-            start[m] += border.bytes if m > begin else 0
-            peak[m] += border.bytes if m > begin or border.receives or not crossing.counted else 0
-            end[m] += border.bytes if m < over else 0
-    return [
-        copy_moment(m, m.start_bytes + a, m.peak_bytes + b, m.end_bytes + c) if a or b or c else m
-        for m, a, b, c in zip(moments, start, peak, end)
-    ]
+def _add_border(made: _Turns, crossing: Crossing, border: Border) -> None:
+    begin, over = border.behind, border.until
+    if crossing.counted and crossing.what in _ONCE:
+        return  # the peaks of all moments count the bytes
+    if crossing.counted and border.receives:
+        over -= 1  # from here on the tape counts them
+    for m in range(begin, over + 1) if begin != over else ():
+        made.start[m] += border.bytes if m > begin else 0
+        made.peak[m] += border.bytes if m > begin or border.receives or not crossing.counted else 0
+        made.end[m] += border.bytes if m < over else 0

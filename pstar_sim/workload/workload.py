@@ -166,7 +166,12 @@ class Moment:
 
 
 def copy_moment(
-    moment: Moment, start_bytes: int, peak_bytes: int, end_bytes: int, micro_batch: int | None = None
+    moment: Moment,
+    start_bytes: int,
+    peak_bytes: int,
+    end_bytes: int,
+    micro_batch: int | None = None,
+    duration_s: float | None = None,
 ) -> Moment:
     """`dataclasses.replace` takes several times as long."""
     return Moment(
@@ -180,7 +185,7 @@ def copy_moment(
         start_bytes=start_bytes,
         peak_bytes=peak_bytes,
         end_bytes=end_bytes,
-        duration_s=moment.duration_s,
+        duration_s=moment.duration_s if duration_s is None else duration_s,
         products=moment.products,
         attentions=moment.attentions,
         operators=moment.operators,

@@ -89,7 +89,7 @@ class Asynchronous:
 
     @without_garbage_collection()
     def first_s(self) -> float:
-        """Seconds of the first attempt of `plan`. Raises DoesNotFit."""
+        """Of `plan`'s first attempt. Raises DoesNotFit."""
         check_gpu(self.job)
         best, _, _ = self._scan()
         if (refusal := self._refusal(best)) is not None:
