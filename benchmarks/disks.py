@@ -25,6 +25,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,10 @@ from pstar_sim.core.checker.check import check_plan
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import DISK_QUEUES, Queue
 from pstar_sim.core.timeline import Span
+from pstar_sim.core.workspace import with_host_budget
 from pstar_sim.planner.compare import play_plan
-from pstar_sim.planner.memory_needs import need_of_plan
+from pstar_sim.planner.memory_needs import need_of_plan, with_room
+from pstar_sim.policy.kit.sharing import plan_once
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.loading import Loading
@@ -116,10 +119,13 @@ ON_DISKS = "zero_infinity:params=nvme,states=nvme,subgroup=1000000"
 MEMORY = {
     "gpt2 of 29 M, fp32, tide": ("gpt2", 8, 512, "fp32", "90MB", "tide"),
     "gpt2 of 91 M, fp32, tide": ("gpt2", 8, 960, "fp32", "160MB", "tide"),
-    "llama of 32 M, bf16 with masters, zero_infinity": ("llama", 8, 512, "bf16", "180MB", ON_DISKS),
+    "gpt2 of 29 M, bf16 with masters, tide": ("gpt2", 8, 512, "bf16", "90MB", "tide"),
+    "llama of 32 M, bf16 with masters, optimal": ("llama", 8, 512, "bf16", "180MB", "optimal"),
+    "llama of 44 M, bf16 with masters, zero_infinity": ("llama", 12, 512, "bf16", "250MB", ON_DISKS),
+    "gpt2 of 29 M, fp32, stronghold": ("gpt2", 8, 512, "fp32", "250MB", "stronghold"),
 }
 """Name -> (family, layers, width, dtype, memory of the GPU, policy)."""
-MEMORY_STEPS = 8
+MEMORY_STEPS = 20
 DATA_SHARE = 1 / 4  # of the model data that have room on the host
 DATA_BYTES = {"fp32": 16, "bf16": 14}  # per parameter
 
@@ -176,8 +182,8 @@ def planned(weights: Path, disks: Path, dtype: str, gpu_memory: str, policy: str
     machine = load_machine("virtual", gpu_memory=gpu_memory, disks=[disks])
     params = sum(prod(tensor.shape) for tensor in workload.tensors if tensor.tied_to is None)
     room = round(share * DATA_BYTES[dtype] * params)
-    host = replace(machine.host, memory_bytes=machine.host.reserved_bytes + room)
-    return find_policy(policy)(workload, replace(machine, host=host), Settings(clip=True))
+    machine, plan_on = with_host_budget(machine, room), partial(plan_once, find_policy(policy), workload)
+    return with_room(plan_on, policy, workload, machine, Settings(clip=True), loading=Loading(way="in-place"))
 
 
 def train_on(weights: Path, disks: Path, plan: Plan, text: ByteText, watch: Watch | None) -> None:

@@ -87,10 +87,10 @@ def measure(plan_path: Path, weights: Path, meta: bool, folder: Path) -> dict[st
     from executor import AdamW, prepare
     from executor.models import build
     from executor.saving.plain_states import write_plain_states
-    from executor.saving.tensor_files import PIECE_BYTES
     from executor.training import train_step
     from pstar_sim.core.plan import load_plan
     from pstar_sim.core.step import Place
+    from pstar_sim.core.workspace import PIECE_BYTES
 
     chosen = load_plan(plan_path)
     chosen.check()

@@ -43,6 +43,7 @@ from pstar_sim.catalog.loader import load_machine, resize, with_disks
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.overrides import override
 from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.workspace import beside_workspace, on_host_of
 from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import ContractError, DoesNotFit, ModelError, PstarError
 from pstar_sim.policy.registry import find_policy
@@ -228,7 +229,10 @@ def plan_for(workload: Workload, request: Request, *, micro_batches: int, settin
             dtype = DTYPES[whole.dtype]
             plain = count == 1 and whole.optimizer.masters == MASTERS[1] and dtype.can_sum and not dtype.scaled
             settings = replace(settings, sums="16-bit" if plain else Settings.sums)  # as torch adds gradients up
-            made[0] = find_policy(request.policy)(whole, machine, settings)
+            policy = find_policy(request.policy)
+            made[0] = on_host_of(
+                beside_workspace(lambda inside: policy(whole, inside, settings), whole, machine), machine
+            )
         except PstarError as error:  # every process raises the error below
             if isinstance(error, DoesNotFit) and whole.notes:
                 error = error.restated(what=f"{error.what}; {whole.notes}")

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import torch
 
+from pstar_sim.core.workspace import CAST_ELEMENTS
+
 NEAREST, STOCHASTIC = "nearest", "stochastic"
-ROUND_BLOCK = 1 << 18  # elements of a piece: its integers stay in cache
+ROUND_BLOCK = CAST_ELEMENTS
 _MASK, _FACTOR = (1 << 32) - 1, 0x45D9F3B  # products of a 32-bit number and the factor have less than 60 bits
 _LOW = 0xFFFF  # bits of fp32 that bf16 lacks
 

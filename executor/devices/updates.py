@@ -22,11 +22,11 @@ from executor.devices.rules import RULES, Rule, Settings
 from pstar_sim.core.layout import ALIGN
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind
+from pstar_sim.core.workspace import CAST_ELEMENTS, ROUNDING_BYTES
 from pstar_sim.dtypes import DTYPES
 from pstar_sim.workload.optimizers import MASTERS
 
-BLOCK = 1 << 18  # elements of one piece where a cast needs scratch: its 1 MiB stays in cache
-_ROUND_BYTES = (4 * 4 + 3 * 8) * ROUND_BLOCK  # four lists in fp32, and what three operators of a rounding make
+BLOCK = CAST_ELEMENTS
 GPU_BLOCK = 16 * BLOCK  # larger on the gpu: a piece that fits a cache is too small for a kernel
 
 
@@ -35,7 +35,7 @@ Span = Callable[[int, int], tuple[int, int]]
 
 
 Rounding = Callable[[torch.Tensor, torch.Tensor, int], None]
-"""Writes fp32 values into a narrower tensor, of elements of a chunk from a number on."""
+"""Writes fp32 values into a narrower tensor, of a chunk's elements from a number on."""
 
 
 class UpdateRange(NamedTuple):
@@ -71,7 +71,7 @@ def ranges_of(slots: Iterable[tuple[int, int, int | None]], align: int = ALIGN) 
 
 
 def scratch_bytes(plan: Plan) -> int:
-    """Bytes of `Scratch` on the gpu: for the gradient, each list narrower than fp32, and the rule's buffers."""
+    """Bytes of `Scratch` on the gpu."""
     chunks = {s.chunk for s in plan.steps if s.kind is Kind.GPU_UPDATE and s.chunk is not None}
     if not chunks:
         return 0
@@ -87,7 +87,7 @@ def scratch_bytes(plan: Plan) -> int:
             continue
         wide = 4 * casts * sum(0 < row.per_element < 4 for row in layout.states_of(c).lists)
         whole_bytes = max(whole_bytes, *(room(slot.shape) + wide * slot.numel for slot in layout.chunks[c].slots))
-    rounded = _ROUND_BYTES if layout.optimizer.masters == MASTERS[1] else 0
+    rounded = ROUNDING_BYTES if layout.optimizer.masters == MASTERS[1] else 0
     return whole_bytes + rounded + (pieces + buffers) * 4 * min(GPU_BLOCK, max(layout.slice_numel(c) for c in chunks))
 
 
@@ -99,7 +99,6 @@ class Scratch:
         self._kept: dict[int, torch.Tensor] = {}
 
     def get(self, number: int, like: torch.Tensor) -> torch.Tensor:
-        """A buffer [block], where `like` is."""
         kept = self._kept.get(number)
         if kept is None or kept.device != like.device:
             kept = self._kept[number] = torch.empty(self.block, dtype=torch.float32, device=like.device)
@@ -212,7 +211,6 @@ def norm_of(flat: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _norm(flat: torch.Tensor, lanes: int, block: int) -> torch.Tensor:
-    """block: a multiple of lanes."""
     whole, sums = flat.numel() - flat.numel() % lanes, np.zeros(lanes, np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         for piece in torch.split(flat[:whole], block):

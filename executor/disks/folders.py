@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pstar_sim.core.workspace import THREADS
 from pstar_sim.errors import DiskError
 
 DIRECT = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs"})
@@ -37,7 +38,7 @@ class DiskFolders:
     folders: Sequence[Path]
     rank: int = 0
     ranks: int = 1
-    threads: int = 4
+    threads: int = THREADS
     notes: tuple[str, ...] = field(init=False)
     _slots: list[OwnFile] = field(default_factory=list, init=False)  # files made so far
 

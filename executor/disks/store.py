@@ -27,13 +27,12 @@ import torch
 import xxhash
 
 from executor.disks.folders import DIRECT, DiskFolders, file_system
+from pstar_sim.core.workspace import PIECE_BYTES, THREAD_BYTES
 from pstar_sim.errors import DiskError
 from pstar_sim.units import format_bytes
 
 Key = TypeVar("Key", bound=Hashable)
-PIECE_BYTES = 4 << 20
 ALIGN_BYTES = 4096
-BUFFER_BYTES = 256 << 10
 
 
 class _Piece(NamedTuple):
@@ -185,8 +184,8 @@ class DiskStore(Generic[Key]):
         whole = len(memory) - len(memory) % (ALIGN_BYTES if file.direct else 1) if passes else 0
         if whole:
             yield 0, (first := memory[:whole]), first
-        for start in range(whole, len(memory), BUFFER_BYTES):
-            part = memory[start : start + BUFFER_BYTES]
+        for start in range(whole, len(memory), THREAD_BYTES):
+            part = memory[start : start + THREAD_BYTES]
             yield start, part, self._buffer()[: _aligned(len(part))]
 
     def _whole(
@@ -222,7 +221,7 @@ class DiskStore(Generic[Key]):
     def _buffer(self) -> memoryview:
         """This thread's, page-aligned."""
         if not hasattr(self._buffers, "memory"):
-            self._buffers.memory = memoryview(mmap.mmap(-1, BUFFER_BYTES))
+            self._buffers.memory = memoryview(mmap.mmap(-1, THREAD_BYTES))
         memory: memoryview = self._buffers.memory
         return memory
 

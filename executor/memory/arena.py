@@ -2,7 +2,7 @@
 
 Each (chunk, list) has one gpu storage, which grows and shrinks in place: every view stays valid, also those that
 autograd saved (on several ranks: `slices.py`). Host payloads are carved from power-of-two slabs allocated once, before
-anything moves: the pinned allocator rounds each request up to a power of two, and pinning inside a hook can deadlock.
+anything moves: pinning inside a hook can deadlock.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pstar_sim.core.ledger import Ledger
 from pstar_sim.core.plan import Plan, Resident
 from pstar_sim.core.slabs import HostRoom
 from pstar_sim.core.step import Place, Queue
+from pstar_sim.core.workspace import WORKSPACE
 from pstar_sim.errors import DoesNotFit, OutOfMemory
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.optimizers import MASTER_LIST
@@ -274,7 +275,8 @@ def check_host_memory(
             if r.place is Place.GPU and r.chunk >= 0 and r.list != "param"
         )
         on_gpu = min(plan.gpu_budget_bytes, every + plan.workload.peak_non_model_bytes)
-    needed = max(room.total_bytes, room.total_bytes + on_gpu - model_bytes) * processes
+    beside = sum(size for name, _, size in plan.buffers if name == WORKSPACE)
+    needed = (beside + max(room.total_bytes, room.total_bytes + on_gpu - model_bytes)) * processes
     if needed > available_bytes:
         also = " and the virtual accelerator's own memory" if gpu_is_host else ""
         also += f", for each of {processes} ranks on this host" if processes > 1 else ""

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 import xxhash
 
+from pstar_sim.core.workspace import PIECE_BYTES
 from pstar_sim.errors import WeightsError
 
-PIECE_BYTES = 4 << 20
 LONGEST_HEADER_BYTES = 100 << 20
 
 _DTYPES = {

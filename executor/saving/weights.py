@@ -1,7 +1,7 @@
 """Streams weights from a folder straight into chunks.
 
-Headers of safetensors are compared with a model before anything is allocated. Then each tensor is read a piece (4 MiB)
-at a time into one buffer and cast into every list that holds it, the fp32 master first. The model needs no memory:
+Headers of safetensors are compared with a model before anything is allocated. Then each tensor is read
+in pieces into one buffer and cast into every list that holds it, the fp32 master first. The model needs no memory:
 build it under `parameters_on_meta()` (devices/on_meta.py). Host memory peaks at slabs, chunks, buffers, and one piece.
 
 [Note: which value a master gets] Masters have the file's values, whatever its dtype, and the working copy is

@@ -57,7 +57,8 @@ class Fit:
     host_startup_bytes: weights while they are loaded.
     loading_short_bytes: of the recommended row: lacking if every process loads the weights whole, in fp32. None if
         nothing lacks, loading is stated, or there is one rank.
-    host_buffer_bytes: the policy's own. The larger of host_startup_bytes and this is the rest of host_needed_bytes.
+    host_buffer_bytes: the policy's own. The larger of host_startup_bytes and this, with host_workspace_bytes (for
+        disks), is the rest of host_needed_bytes.
     short_of: "gpu", "host", "nvme", or "pinned" for host memory that is to be pinned.
     reason: with the changes that would make it fit. A policy that cannot plan for the machine has only a reason.
     changes: flags ("with --host-memory 128GB"), at most one of each kind.
@@ -80,6 +81,7 @@ class Fit:
     host_rounding_bytes: int | None = None
     host_startup_bytes: int | None = None
     host_buffer_bytes: int | None = None
+    host_workspace_bytes: int | None = None
     loading_short_bytes: int | None = None
     short_of: str | None = None
     short_bytes: int | None = None
@@ -355,7 +357,8 @@ class Asked:
     def short_if_each_loads(self, row: Fit) -> int | None:
         """row: of a policy that fits."""
         w, m = self.workload, self.machine
-        pinned_bytes = (row.host_payload_bytes or 0) + (row.host_rounding_bytes or 0)
+        parts = row.host_payload_bytes, row.host_rounding_bytes, row.host_workspace_bytes
+        pinned_bytes = sum(size or 0 for size in parts)
         startup_bytes = EACH_FP32.startup_bytes(w, m.local_ranks)
         most_bytes = pinned_bytes + max(startup_bytes, row.host_buffer_bytes or 0)
         if self.said or m.local_ranks == 1 or most_bytes <= m.host_budget_bytes:
@@ -463,6 +466,7 @@ def _filled(row: Fit, gpu_needed_bytes: int | None, need: Need, local_ranks: int
         host_rounding_bytes=need.pinned_bytes - need.payload_bytes,
         host_startup_bytes=need.startup_bytes,
         host_buffer_bytes=need.buffer_bytes,
+        host_workspace_bytes=need.workspace_bytes,
         phases=need.phases(local_ranks),
     )
 

@@ -7,7 +7,8 @@
 - start-up: weights lie beside the slabs until all are in their chunks or on the GPU, loaded as the job says
   (`workload.loading`; the executor checks the same). A job that keeps nothing on the host of a machine with one memory
   needs no room of its own: the GPU's has more than twice its weights' bytes.
-- the policy's own buffers, taken when start-up ends, so the larger of the two counts.
+- the policy's own buffers, taken when start-up ends, so the larger of the two counts;
+- with disks, what a run takes beside (core/workspace.py).
 
 If a plan takes too much, the policy plans for a host with less memory (`with_room`), unless its plans count all of this
 (`Capabilities.counts_host`).
@@ -15,8 +16,7 @@ If a plan takes too much, the policy plans for a host with less memory (`with_ro
 [Note: less of the host, more on disks] With disks, the smallest plan is that for the least memory for which the policy
 plans at all, which refusals of the host name. If it has no room, none has, and its need is the answer. If it has, plans
 made without a search (ANY_PLAN) look for the most memory with room, until 1 / 2 ** CLOSE of the host is left or HALVES
-plans are made. The policy searches for that memory alone, with the chunk size that pinning rounds up least, because
-disks move what rounding keeps off the host.
+plans are made. The policy searches for that memory alone, with the chunk size that pinning rounds up least.
 
 [Note: payloads that pass through the host] A plan that uses disks needs slabs for the payloads that never leave the
 host and, for those that pass through it, the pool of core/slabs.py, to which the executor adds rooms where the disks
@@ -37,6 +37,7 @@ from pstar_sim.catalog.machine import Gpu, Machine
 from pstar_sim.core.plan import ANY_PLAN, STASHES, Plan, Settings
 from pstar_sim.core.slabs import host_payloads, pack_slabs, pool_key, pool_rooms, stash_key
 from pstar_sim.core.step import Place
+from pstar_sim.core.workspace import WORKSPACE, beside_workspace, on_host_of, with_host_budget, workspace_bytes
 from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.policy.family.pins import most_pins_of
 from pstar_sim.policy.family.searched import jobs_of_sizes
@@ -82,6 +83,7 @@ class Need:
 
     pinned_bytes: the payloads in slabs, rounded.
     startup_bytes: weights while they are loaded.
+    workspace_bytes: [Note: beside payloads] in core/workspace.py.
     pins: chunks that stay on the GPU, None if only a plan knows.
     """
 
@@ -90,18 +92,20 @@ class Need:
     pinned_bytes: int
     startup_bytes: int
     buffer_bytes: int = 0
+    workspace_bytes: int = 0
     loading: str = ""
     pins: int | None = None
     plan: Plan | None = None
 
     @property
     def host_bytes(self) -> int:
-        return self.pinned_bytes + max(self.startup_bytes, self.buffer_bytes)
+        return self.pinned_bytes + self.workspace_bytes + max(self.startup_bytes, self.buffer_bytes)
 
     def phases(self, local_ranks: int) -> tuple[Phase, ...]:
         """The executor writes and reads checkpoints tensor by tensor, without a second copy (executor/saving)."""
-        loading = (self.pinned_bytes + self.startup_bytes) * local_ranks
-        steps = (self.pinned_bytes + self.buffer_bytes) * local_ranks
+        always = self.pinned_bytes + self.workspace_bytes
+        loading = (always + self.startup_bytes) * local_ranks
+        steps = (always + self.buffer_bytes) * local_ranks
         what = f"the weights, {self.loading or 'whole'}"
         return (
             Phase(name="loading", host_bytes=loading, what=what),
@@ -165,15 +169,19 @@ def with_room(
 
     plan_on, able = planner(settings), can(policy)
     if machine.nvme is not None and not able.counts_host:
-        if settings.any_will_do or not able.searches:
-            return _from_disks(plan_on, plan_on, machine, loading)
-        if _may_have_room(policy, workload, machine, settings, loading):
-            plan = plan_on(machine)
-            if _shortage_of(plan, machine, loading) is None:
-                return plan
-        rounded = replace(settings, chunk_bytes=_least_rounded(policy, workload, machine, settings))
-        plan = _from_disks(planner(rounded), planner(replace(rounded, effort=ANY_PLAN)), machine, loading)
-        return replace(plan, settings=settings)
+
+        def from_disks(inside: Machine) -> Plan:
+            if settings.any_will_do or not able.searches:
+                return _from_disks(plan_on, plan_on, inside, loading)
+            if _may_have_room(policy, workload, inside, settings, loading):
+                plan = plan_on(inside)
+                if _shortage_of(plan, inside, loading) is None:
+                    return plan
+            rounded = replace(settings, chunk_bytes=_least_rounded(policy, workload, inside, settings))
+            plan = _from_disks(planner(rounded), planner(replace(rounded, effort=ANY_PLAN)), inside, loading)
+            return replace(plan, settings=settings)
+
+        return on_host_of(beside_workspace(from_disks, workload, machine), machine)
     plan = plan_on(machine)
     if able.counts_host:
         return plan
@@ -284,7 +292,7 @@ def _most_on_host(
             budget_bytes = max(1, whole - short.short_bytes) if startup_bytes is None else 1
     for _ in range(2 * MOST_SHORT):
         try:
-            need = need_of_plan(plan_on(_with_host_budget(machine, budget_bytes)), loading)
+            need = need_of_plan(plan_on(with_host_budget(machine, budget_bytes)), loading)
         except DoesNotFit as refusal:
             latest, refused, wanted_bytes = refusal, budget_bytes, _wanted_bytes(refusal, budget_bytes)
             of_host, between = refusal.place == "host", refused < wanted_bytes < high
@@ -373,7 +381,7 @@ def _planned_within(plan_on: Callable[[Machine], Plan], machine: Machine, budget
     if budget_bytes <= 0:
         return None
     try:
-        return plan_on(_with_host_budget(machine, budget_bytes))
+        return plan_on(with_host_budget(machine, budget_bytes))
     except DoesNotFit:
         return None
 
@@ -426,7 +434,14 @@ def memory_need(
 
         if on_disks and not fewest:
             startup_bytes = loading.startup_bytes(workload, machine.local_ranks)
-            _, need = _most_on_host(plan_on, machine, loading, startup_bytes=startup_bytes, asked=refusal is None)
+
+            def need_on(inside: Machine) -> Need:
+                asked = refusal is None
+                return _most_on_host(plan_on, inside, loading, startup_bytes=startup_bytes, asked=asked)[1]
+
+            need = beside_workspace(need_on, workload, machine)
+            if need.plan is None or need.plan.nvme_budget_bytes:
+                need = replace(need, workspace_bytes=workspace_bytes(workload))
         elif on_disks:
             plan_with = partial(plan_once, function, workload)
             plan = with_room(plan_with, policy, workload, machine, settings, loading=loading)
@@ -462,7 +477,7 @@ def _need_of_others(
 
 def need_of_plan(plan: Plan, loading: Loading = WHOLE) -> Need:
     need = _need(plan.policy, _host_sizes(plan), plan.workload, plan.machine, loading, pins=plan.modes.count("pin"))
-    return replace(need, buffer_bytes=_buffer_bytes(plan), plan=plan)
+    return replace(need, buffer_bytes=_buffer_bytes(plan), workspace_bytes=_workspace_bytes(plan), plan=plan)
 
 
 def _need(
@@ -488,12 +503,17 @@ def _host_sizes(plan: Plan) -> dict[tuple[int, str], int]:
     sizes = host_payloads(plan)
     if not (pool := pool_rooms(plan)):
         return sizes
-    most = play(plan).peak_bytes["host"] - _buffer_bytes(plan) - sum(sizes.values())
+    most = play(plan).peak_bytes["host"] - _buffer_bytes(plan) - _workspace_bytes(plan) - sum(sizes.values())
     return sizes | {pool_key(len(pool)): max(0, most)}
 
 
 def _buffer_bytes(plan: Plan) -> int:
-    return sum(size for name, place, size in plan.buffers if place is Place.HOST and name != STASHES)
+    beside = (STASHES, WORKSPACE)
+    return sum(size for name, place, size in plan.buffers if place is Place.HOST and name not in beside)
+
+
+def _workspace_bytes(plan: Plan) -> int:
+    return sum(size for name, _, size in plan.buffers if name == WORKSPACE)
 
 
 def host_shortage(need: Need, machine: Machine) -> DoesNotFit | None:
@@ -503,6 +523,8 @@ def host_shortage(need: Need, machine: Machine) -> DoesNotFit | None:
     parts = [f"{format_bytes(need.payload_bytes)} of payloads"] if need.payload_bytes else []
     if need.pinned_bytes > need.payload_bytes:
         parts.append(f"{format_bytes(need.pinned_bytes - need.payload_bytes)} by which pinning rounds them up")
+    if need.workspace_bytes:
+        parts.append(f"{format_bytes(need.workspace_bytes)} that a run with disks takes beside")
     if need.buffer_bytes > need.startup_bytes:
         parts.append(f"{format_bytes(need.buffer_bytes)} of the policy's own buffers")
     elif need.startup_bytes:
@@ -642,7 +664,7 @@ def need_with_room(
         if error.place == "gpu":
             roomy, gpu = _with_gpu_budget(roomy, error.needed_bytes), error
         elif error.place == "host":
-            roomy = _with_host_budget(roomy, error.needed_bytes)
+            roomy = with_host_budget(roomy, error.needed_bytes)
         elif error.place == "nvme" and with_large_disks(workload, roomy) is not roomy:
             roomy = with_large_disks(workload, roomy)
         else:
@@ -707,8 +729,3 @@ def _with_gpu_budget(machine: Machine, budget_bytes: int) -> Machine:
         return replace(gpu, usable_bytes=usable, memory_bytes=max(usable, gpu.memory_bytes))
 
     return replace(machine, ranks=tuple(replace(rank, gpu=resized(rank.gpu)) for rank in machine.ranks))
-
-
-def _with_host_budget(machine: Machine, budget_bytes: int) -> Machine:
-    memory = budget_bytes * machine.local_ranks + machine.host.reserved_bytes
-    return replace(machine, host=replace(machine.host, memory_bytes=memory))

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from executor.disks.folders import DiskFolders, file_system
-from executor.disks.store import PIECE_BYTES, DiskStore
+from executor.disks.store import DiskStore
+from pstar_sim.core.workspace import PIECE_BYTES
 from pstar_sim.errors import DiskError
 
 SIZES = {"large": 2 * PIECE_BYTES + 5000, "small": 12, "page": 4096}

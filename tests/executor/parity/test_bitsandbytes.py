@@ -17,7 +17,7 @@ import executor
 from executor.optimizer import OffloadedOptimizer
 from executor.saving.plain_states import write_plain_states
 from pstar_sim.core.step import Place
-from pstar_sim.errors import CheckpointError, ContractError
+from pstar_sim.errors import CheckpointError, ContractError, DoesNotFit
 
 optim = Later("bitsandbytes.optim")
 
@@ -132,7 +132,9 @@ def test_states_on_disks_are_bitsandbytes_to_the_bit(kit: Any, name: str, tmp_pa
     reference, model = net(), net()
     plain, mine = (OPTIMIZERS[name](each.parameters()) for each in (reference, model))
     losses = train(reference, plain, rows(), 6, 4)
-    machine = kit.small_machine(10**9, 400_000)
+    with pytest.raises(DoesNotFit) as refusal:
+        offloaded(model, mine, micro=4, machine=kit.small_machine(10**9, 400_000), disks=[tmp_path])
+    machine = kit.small_machine(10**9, refusal.value.needed_bytes + 170_000)
     optimizer = offloaded(model, mine, micro=4, machine=machine, disks=[tmp_path])
     on_disks = {row.list for row in optimizer.session.plan.initial if row.place is Place.NVME}
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 import executor
 from executor.describing import Joined
 from executor.devices.rules import RULES
+from pstar_sim.core.workspace import WHOLE_BYTES
 from pstar_sim.errors import CheckpointError, ContractError, PlanError
 from pstar_sim.policy.registry import find_policy
 
@@ -441,3 +443,10 @@ def test_parameters_in_fp32_stay_so_in_pure_bf16(name: str, policy: str, micro_b
     assert found == losses
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(other.parameters(), reference.parameters()))
     assert other.norms[0].weight.dtype == torch.float32
+
+
+def test_the_plan_leaves_room_for_what_rules_take_on_the_host() -> None:
+    """core/workspace.py: a piece for a buffer of a rule, and 16 bytes per element of a tensor updated whole."""
+    assert {rule.buffers for rule in RULES.values()} == {0, 1}
+    whole = [rule.room for rule in RULES.values() if rule.room is not None]
+    assert whole and all(room(shape) <= WHOLE_BYTES * prod(shape) for room in whole for shape in ((64, 64), (64, 512)))

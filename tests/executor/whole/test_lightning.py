@@ -12,7 +12,7 @@ import torch
 from later import Later
 
 from pstar_sim.core.step import Place
-from pstar_sim.errors import ContractError, ModelError
+from pstar_sim.errors import ContractError, DoesNotFit, ModelError
 
 lightning, _ = Later("lightning"), Later("torchmetrics")
 callbacks, plugins = Later("lightning.pytorch.callbacks"), Later("lightning.pytorch.plugins")
@@ -68,7 +68,11 @@ def test_epochs_schedule_validation_and_a_shorter_batch_are_the_plain_fits(fitte
 def test_a_fit_keeps_states_on_disks(kit: Any, fitted: Callable[..., Any], tmp_path: Path) -> None:
     mine, beside = modules.Net(), modules.Net()
     (tmp_path / "disk").mkdir()
-    trainer = fitted(mine, where={"machine": kit.small_machine(10**9, 80_000), "disks": [tmp_path / "disk"]})
+    disks = [tmp_path / "disk"]
+    with pytest.raises(DoesNotFit, match="that a run with disks takes beside") as refusal:
+        fitted(modules.Net(), where={"machine": kit.small_machine(10**9, 80_000), "disks": disks})
+    machine = kit.small_machine(10**9, refusal.value.needed_bytes)
+    trainer = fitted(mine, where={"machine": machine, "disks": disks})
     fitted(beside)
     assert any(row.place is Place.NVME for row in trainer.strategy.session.plan.initial)
     assert mine.losses == beside.losses and len(mine.losses) == 10

@@ -15,7 +15,7 @@ from torch import nn
 import executor
 from pstar_sim.cli import main
 from pstar_sim.core.step import Place
-from pstar_sim.errors import ContractError, PlanError
+from pstar_sim.errors import ContractError, DoesNotFit, PlanError
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -121,8 +121,12 @@ def test_a_trainer_keeps_states_on_disks(kit: Any, trainer: Callable[..., Any], 
     plain.train()
     folder = tmp_path / "disk"
     folder.mkdir()
-    machine = kit.small_machine(10**9, 300_000)
-    mine = executor.hf.offload(trainer(), "450KB", policy="tide", machine=machine, disks=[folder])
+    about = {"policy": "tide", "disks": [folder]}
+    mine = executor.hf.offload(trainer(), "450KB", machine=kit.small_machine(10**9, 300_000), **about)
+    with pytest.raises(DoesNotFit, match="that a run with disks takes beside") as refusal:
+        mine.train()
+    machine = kit.small_machine(10**9, refusal.value.needed_bytes)
+    mine = executor.hf.offload(trainer(), "450KB", machine=machine, **about)
     mine.train()
     assert any(row.place is Place.NVME for row in mine.offload_session.plan.initial)
     assert losses_of(mine) == losses_of(plain) and len(losses_of(plain)) == 4

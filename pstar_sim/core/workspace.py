@@ -1,0 +1,70 @@
+"""[Note: beside payloads] What a run with lists on disks takes of the host beside payloads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import Place
+from pstar_sim.dtypes import DTYPES
+from pstar_sim.errors import DoesNotFit
+from pstar_sim.units import format_bytes
+from pstar_sim.workload.optimizers import MASTERS
+from pstar_sim.workload.workload import Workload
+
+T = TypeVar("T")
+
+WORKSPACE = "workspace"  # the buffer's name
+PIECE_BYTES = 4 << 20  # of a value on its way between a file and a list
+THREADS, THREAD_BYTES = 4, 256 << 10  # of a folder, for what is no whole page
+CAST_ELEMENTS = 1 << 18  # of a piece: its 1 MiB stays in cache
+ROUNDING_BYTES = (4 * 4 + 3 * 8) * CAST_ELEMENTS  # four lists in fp32, and what three operators of a rounding make
+WHOLE_BYTES = 16  # per element of a tensor that is updated whole
+MOMENT_BYTES = 24_000  # 3 steps, each with 3 kB of tables and 16 rows of logs
+
+
+def workspace_bytes(w: Workload) -> int:
+    trained = [t for t in w.tensors if not t.frozen]
+    of_dtype = w.optimizer.states_by_dtype(t.dtype for t in trained)
+    states = [each for kinds in of_dtype.values() for each in kinds]
+    narrow = max((sum(0 < row.per_element < 4 for row in each.lists) for each in states), default=0)
+    casts = 2 + narrow if narrow or any(DTYPES[name].bytes < 4 for name in of_dtype) else 1
+    whole = max((t.numel for t in trained), default=0) if any(each.whole for each in states) else 0
+    rounding = ROUNDING_BYTES if w.optimizer.masters == MASTERS[1] else 0
+    pieces = PIECE_BYTES + THREADS * THREAD_BYTES + casts * 4 * CAST_ELEMENTS
+    return pieces + WHOLE_BYTES * whole + rounding + MOMENT_BYTES * len(w.moments)
+
+
+def with_host_budget(machine: Machine, budget_bytes: int) -> Machine:
+    memory = budget_bytes * machine.local_ranks + machine.host.reserved_bytes
+    return replace(machine, host=replace(machine.host, memory_bytes=memory))
+
+
+def beside_workspace(ask: Callable[[Machine], T], workload: Workload, machine: Machine) -> T:
+    """With disks, for a host without the workspace."""
+    if machine.nvme is None:
+        return ask(machine)
+    size_bytes = workspace_bytes(workload)
+    try:
+        return ask(with_host_budget(machine, max(1, machine.host_budget_bytes - size_bytes)))
+    except DoesNotFit as short:
+        if short.place != "host":
+            raise
+        raise DoesNotFit(
+            policy=short.policy,
+            place=short.place,
+            needed_bytes=short.needed_bytes + size_bytes,
+            available_bytes=machine.host_budget_bytes,
+            what=f"{short.what}, {format_bytes(size_bytes)} that a run with disks takes beside",
+            change=short.change,
+        ) from short
+
+
+def on_host_of(plan: Plan, machine: Machine) -> Plan:
+    """A plan `beside_workspace`."""
+    row = (WORKSPACE, Place.HOST, workspace_bytes(plan.workload))
+    buffers = (*plan.buffers, row) if plan.nvme_budget_bytes else plan.buffers
+    return replace(plan, machine=machine, host_budget_bytes=machine.host_budget_bytes, buffers=buffers)
