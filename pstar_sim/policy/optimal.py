@@ -1,10 +1,8 @@
 """optimal: the plan of a search, or of another policy where that is faster.
 
-The plan is at most 0.01 % slower than that of any shipped policy without options, or as ranks slice otherwise. With
-other options a policy may be faster (benchmarks/options.py). If GPUs differ, the planner chooses the shares of the
-batch together with the plan (planner/balance.py).
-
-The fastest of the searched plans (family/searched.py) and the other policies' plans, all followed, is taken.
+All are followed. The plan is at most 0.01 % slower than that of any shipped policy without options, or as ranks slice
+otherwise. With other options a policy may be faster (benchmarks/options.py). If GPUs differ, the planner chooses shares
+of the batch together with the plan (planner/balance.py).
 
 [Note: which order] A loop of the user runs micro-batches one after the other, in the order of the workload. If
 `session.step` runs the iterations (`Settings.loop`), layer-major order is searched too, with the boundary activations
@@ -78,7 +76,7 @@ def optimal(
     """Returns the fastest plan that this project can make.
 
     shard: "parameters": no plans that slice otherwise.
-    shares: planner/balance.py has chosen them.
+    shares: chosen by planner/balance.py.
     changes: coordinates of another point. If any is given, the plans of other policies are left out. `order` may also
         be "fastest".
 
@@ -154,23 +152,17 @@ def _order_words(found: Sequence[SearchResult], best: SearchResult, orders: Sequ
 def _others(
     workload: Workload, machine: Machine, settings: Settings, own: Sequence[SearchResult], orders: Sequence[str]
 ) -> Iterator[SearchResult]:
-    """Without layer-major policies if no such order is searched, and those that bring no states to the GPU, if a found
-    plan beats what the closed form allows for pins alone (on several GPUs, only those of optimal's own space)."""
+    """Without layer-major policies unless searched, and those whose closed form a found plan beats."""
     best_s = min((f.seconds for f in own), default=math.inf)
-    least_s: dict[bool, float] = {}  # whether layer-major -> the closed form, where it says more than best_s
-    for f in own:
-        if best_s < f.pins_alone_s:
-            reordered = not f.plan.workload.order.of_loop
-            least_s[reordered] = max(f.pins_alone_s, least_s.get(reordered, 0.0))
     for name, policy in _rivals(sliced=machine.data_parallel_size > 1).items():
         able = capabilities_of(policy)
         if able.reorders and workload.order.of_loop and len(orders) == 1:
             continue
-        beaten_s = least_s.get(able.reorders or not workload.order.of_loop)
-        if beaten_s is not None and (
-            (machine.data_parallel_size == 1 and not able.streams_states) or able.point is not None
-        ):
-            remember_least_s(policy, workload, machine, settings, beaten_s)
+        reordered = able.reorders or not workload.order.of_loop
+        alike = (f for f in own if reordered is not f.plan.workload.order.of_loop)
+        least_s = max((_closed_s(able, f, machine) for f in alike), default=0.0)
+        if best_s < least_s:
+            remember_least_s(policy, workload, machine, settings, least_s)
             continue
         try:
             plan = plan_once(policy, workload, machine, settings)
@@ -180,6 +172,17 @@ def _others(
         seconds = period_s(plan) if seconds is None else seconds
         remember_least_s(policy, workload, machine, settings, seconds)
         yield SearchResult(seconds, name, plan)
+
+
+def _closed_s(able: Capabilities, own: SearchResult, machine: Machine) -> float:
+    """0 if the policy streams or, on several GPUs, may slice or pin otherwise."""
+    without_pins_s, with_any_s = (0.0, 0.0) if machine.mixed else own.rivals_s
+    alone = machine.data_parallel_size == 1 and not able.streams_states
+    return max(
+        own.pins_alone_s if alone or able.point is not None else 0.0,
+        without_pins_s if able.cpu_updates else 0.0,
+        with_any_s if able.near is not None else 0.0,
+    )
 
 
 def _from_disks(workload: Workload, machine: Machine, settings: Settings) -> Iterator[SearchResult]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,9 +19,12 @@ from pstar_sim.core.ledger import Holdings
 from pstar_sim.core.plan import Settings
 from pstar_sim.core.step import Kind, Place, Queue
 from pstar_sim.core.timeline import Timeline
+from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.policy.family.attempt import attempt_course
 from pstar_sim.policy.family.course import Course, Knobs
-from pstar_sim.policy.family.pins import iteration_bounds, most_pins_of, pin_facts
+from pstar_sim.policy.family.pace import period_s
+from pstar_sim.policy.family.pins import iteration_bounds, least_of_rivals, most_pins_of, pin_facts
+from pstar_sim.policy.family.searched import jobs_of_sizes
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.schedule import Modes, Schedule, Stretch, modes_of
@@ -35,7 +40,7 @@ from pstar_sim.policy.passes.lowering import draft_of
 from pstar_sim.policy.passes.update_rows import UpdateRows
 from pstar_sim.policy.passes.working_lists import WorkingLists
 from pstar_sim.policy.passes.write_plan import step_of
-from pstar_sim.policy.registry import find_policy
+from pstar_sim.policy.registry import built_in, can, find_policy
 from pstar_sim.sim.play import play
 from pstar_sim.testing import (
     chain_workload,
@@ -330,6 +335,32 @@ def test_the_closed_form_leaves_out_no_number_of_pins_that_is_faster() -> None:
     holds()
     assert tried > 30
     assert above > 3
+
+
+def test_no_policy_is_faster_than_the_closed_form_by_which_optimal_leaves_it_out() -> None:
+    """Policies whose updates all run on the CPU, and on several GPUs those like a point without streams."""
+    tried: Counter[str] = Counter()
+
+    @settings(max_examples=40)
+    @given(jobs(ranks=(1, 2)))
+    def holds(drawn: Drawn) -> None:
+        w, machine, asked = drawn.workload, drawn.machine, drawn.settings
+        of_sizes = [
+            least_of_rivals(pin_facts(job), most_pins_of(job))
+            for job in jobs_of_sizes("optimal", w, machine, asked, Point(streams=True))
+        ]
+        without_pins_s, with_any_s = map(min, zip(*of_sizes))
+        for name in built_in():
+            able = can(name)
+            least_s = without_pins_s if able.cpu_updates else with_any_s
+            if able.cpu_updates or (able.near is not None and not able.reorders and machine.data_parallel_size > 1):
+                with contextlib.suppress(CannotPlan, DoesNotFit):
+                    assert period_s(find_policy(name)(w, machine, asked)) >= least_s * (1 - 1e-9), name
+                    tried[name] += 1
+
+    holds()
+    assert len(tried) == 5
+    assert min(tried.values()) > 3
 
 
 def test_an_update_is_due_before_the_disks_would_stand_still() -> None:

@@ -4,13 +4,13 @@
 with f_i <= f_j and b_i >= b_j that the CPU updates run their Adam between the end of b_j and the next start of f_j: T
 >= compute(f_j .. b_j) + the sum of their Adam times + one copy each way, and the same with copies as the serial
 resource. Behind a barrier the window opens at the iteration's end. Pinning the chunks used first is best, because the
-r-th unpinned one then has the shortest span, so the number determines the chunks. bounds/ proves.
+r-th unpinned one then has the shortest span, so the number determines the chunks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,6 +92,14 @@ def iteration_bounds(facts: PinFacts, most: int, *, surely: bool = False) -> Arr
     refetched = np.maximum(0.0, moving - np.maximum(0.0, left)) * facts.gaps
     np.maximum(bounds, (moving + refetched) * rate, out=bounds)
     return np.asarray(bounds[: most + 1], dtype=np.float64)
+
+
+def least_of_rivals(facts: PinFacts, most: int) -> tuple[float, float]:
+    """Without pins, and with any, however gradients add up and go down."""
+    none = [0.0] * len(facts.first)
+    least = replace(facts, add_s=none, fold_s=none, gpu_add_s=none, down_s=list(map(min, facts.down_s, facts.up_s)))
+    bounds = iteration_bounds(least, most, surely=True)
+    return float(bounds[0]), float(bounds.min())
 
 
 def _windows(

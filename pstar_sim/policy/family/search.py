@@ -24,7 +24,7 @@ from pstar_sim.policy.family.course import Course, Knobs
 from pstar_sim.policy.family.disks import with_disks
 from pstar_sim.policy.family.modes import Roofline, interleave, mode_facts, roofline
 from pstar_sim.policy.family.pace import period_s
-from pstar_sim.policy.family.pins import iteration_bounds, most_pins_of
+from pstar_sim.policy.family.pins import iteration_bounds, least_of_rivals, most_pins_of
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.schedule import Modes, modes_of
 from pstar_sim.policy.kit.ties import least_of
@@ -168,6 +168,7 @@ class Search:
         p, z = np.unravel_index(int(roof.seconds[..., 0].argmin()), roof.seconds.shape[:2])
         self.without_sums = float(roof.seconds[p, z, 0]), pins[p], round(shares[z] * (self.count - pins[p]))
         self.alone_s = float(iteration_bounds(self.facts.pins, self.first_fit).min())
+        self.rivals_s = least_of_rivals(self.facts.pins, self.first_fit)
 
     def _best_starts(
         self, roof: Roofline, pins: Sequence[int], shares: Sequence[float], sums: Sequence[float]

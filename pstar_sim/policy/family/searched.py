@@ -64,12 +64,14 @@ COPIES_DOWN = {"edf": "as the next forward needs them", "fifo": "in the order th
 class SearchResult:
     """seconds: as followed.
     pins_alone_s: least of the closed form without streams.
+    rivals_s: `least_of_rivals` of any size.
     """
 
     seconds: float
     of: str
     plan: Plan
     pins_alone_s: float = 0.0
+    rivals_s: tuple[float, float] = (0.0, 0.0)
 
 
 @without_garbage_collection()
@@ -99,6 +101,7 @@ def own_plans(
     over = _Sizes(workload, machine, settings, point, name, sizes)
     over.run()
     least_s = math.inf
+    without_pins_s, with_any_s = (min(seconds) for seconds in zip(*(search.rivals_s for search in over.searches)))
     for search in over.by_seconds():
         if search.seconds >= least_s:
             return
@@ -106,7 +109,7 @@ def own_plans(
             whole = attempt.plan(_choices(search, attempt, over))
             plan, seconds = faster_in_parts(whole, period_s(whole))
             least_s = min(least_s, seconds)
-            yield SearchResult(seconds, name, plan, search.alone_s)
+            yield SearchResult(seconds, name, plan, search.alone_s, (without_pins_s, with_any_s))
 
 
 def jobs_of_sizes(name: str, workload: Workload, machine: Machine, settings: Settings, point: Point) -> Iterator[Job]:

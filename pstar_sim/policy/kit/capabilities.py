@@ -27,6 +27,7 @@ class Capabilities:
     near: outside the family, the point most like it, where an ablation goes on, None: the plainest.
     yardstick: asked by default about many machines.
     streams_states: updates on the GPU chunks whose states live elsewhere.
+    cpu_updates: all updates, without options, run on the CPU.
     reorders: plans are always layer-major, which a user's loop cannot follow.
     counts_host: plans count rounding and loading on the host.
     from_disks: options under which lists live on disks, tried if the host has no room.
@@ -46,6 +47,7 @@ class Capabilities:
     near: Point | None = None
     yardstick: bool = False
     streams_states: bool = False
+    cpu_updates: bool = False
     reorders: bool = False
     counts_host: bool = False
     from_disks: tuple[str, ...] = ()

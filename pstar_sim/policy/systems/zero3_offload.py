@@ -18,6 +18,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import PAGEABLE, Place
 from pstar_sim.dtypes import DTYPES
+from pstar_sim.policy.kit.capabilities import Capabilities
 from pstar_sim.policy.kit.iteration_order import ON_HOST, in_order
 from pstar_sim.policy.kit.options import Option, one_of, share, switch, whole_number
 from pstar_sim.policy.passes.builder import Builder
@@ -36,6 +37,7 @@ from pstar_sim.workload.workload import Workload
 
 __all__ = [
     "BUFFER_FACTOR",
+    "CAPABILITIES",
     "GRADIENT_BYTES_PER_PARAM",
     "OPTIONS",
     "TRACED_OPTIONS",
@@ -58,6 +60,8 @@ TRACED_OPTIONS = {
     "prefetch": Option(whole_number(), "bring parameters this many ahead (gathers in forward)", PREFETCH_PARAMS),
 }
 """Options of every policy that is based on DeepSpeed's ZeRO-3."""
+
+CAPABILITIES = Capabilities(cpu_updates=True)
 
 OPTIONS = {
     "subgroup": Option(whole_number(least=1), "parameters (of one rank) that are updated at a time", SUB_GROUP_PARAMS),
