@@ -25,9 +25,10 @@ from pstar_sim.policy.family.course import Course, Knobs
 from pstar_sim.policy.family.pace import period_s
 from pstar_sim.policy.family.pins import iteration_bounds, least_of_rivals, most_pins_of, pin_facts
 from pstar_sim.policy.family.searched import jobs_of_sizes
+from pstar_sim.policy.kit.blocks import Stretch
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.points import Point
-from pstar_sim.policy.kit.schedule import Modes, Schedule, Stretch, modes_of
+from pstar_sim.policy.kit.schedule import Modes, Schedule, modes_of
 from pstar_sim.policy.passes import collective_rows, gradient_rows, update_rows
 from pstar_sim.policy.passes.builder import Builder
 from pstar_sim.policy.passes.collective_rows import Collectives
@@ -72,7 +73,7 @@ def schedule(
     workload = chain_workload(LAYERS, PARAMS, micro_batches=micro_batches)
     settings = Settings(update="step" if clip else "eager", clip=clip, chunk_bytes=CHUNK)
     job = Job("any", workload, load_machine(machine), settings, Point(prefetch=prefetch))
-    blocks = [list(job.touched[c]) for c in range(len(job.sizes))]
+    blocks = job.touched_stretches
     return Course(job, Modes(frozenset(pinned), frozenset(streamed)), Knobs(linger=False), blocks).schedule()
 
 

@@ -12,7 +12,7 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.cost import CostModel
 from pstar_sim.policy import Builder
 from pstar_sim.policy.family.residency import UseGap, belady, gaps_of
-from pstar_sim.policy.kit.blocks import Block, blocks_of
+from pstar_sim.policy.kit.blocks import Block, Stretch, blocks_of
 from pstar_sim.policy.kit.facts import Facts, facts_of
 from pstar_sim.testing import chain_workload
 from pstar_sim.units import MIB
@@ -82,8 +82,9 @@ def test_a_moment_that_needs_nothing_joins_only_where_nothing_is_lost() -> None:
 
 
 def test_gaps_are_between_uses_that_are_not_neighbours() -> None:
-    assert gaps_of(3, [0, 1, 4, 5, 9]) == [UseGap(1, 4, 3), UseGap(5, 9, 3)]
-    assert gaps_of(3, [7]) == []
+    uses = [Stretch(0, 1), Stretch(4, 4), Stretch(5, 5), Stretch(9, 9)]
+    assert gaps_of(3, uses) == [UseGap(1, 4, 3), UseGap(5, 9, 3)]
+    assert gaps_of(3, [Stretch(7, 8)]) == []
 
 
 A, B, C = UseGap(0, 6, 0), UseGap(1, 4, 1), UseGap(2, 5, 2)

@@ -18,7 +18,8 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Kind, Place, Queue, Ref
 from pstar_sim.errors import DoesNotFit, PlanError, PstarError
 from pstar_sim.policy import Builder, find_policy, policies
-from pstar_sim.policy.family.residency import belady, gaps_of
+from pstar_sim.policy.family.residency import UseGap, belady, gaps_of
+from pstar_sim.policy.kit.blocks import Stretch
 from pstar_sim.policy.systems.all_on_gpu import all_on_gpu
 from pstar_sim.sim.play import play
 from pstar_sim.testing import (
@@ -185,7 +186,7 @@ def lru_misses(uses: Sequence[int], capacity: int) -> int:
 def belady_misses(uses: Sequence[int], capacity: int) -> int:
     """The first use of each chunk, and each gap that is not kept. A moment needs its own chunk anyway."""
     chunks = sorted(set(uses))
-    gaps = [gap for c in chunks for gap in gaps_of(c, [m for m, u in enumerate(uses) if u == c])]
+    gaps = [gap for c in chunks for gap in gaps_of(c, [Stretch(m, m) for m, u in enumerate(uses) if u == c])]
     return len(chunks) + len(gaps) - len(belady(gaps, [1] * (max(chunks) + 1), [capacity - 1] * len(uses)))
 
 
@@ -233,9 +234,9 @@ def test_the_keep_set_never_takes_more_than_the_room(rng: random.Random) -> None
     gaps = []
     for c in range(6):
         mine = sorted(rng.sample(range(length), rng.randint(1, min(6, length))))
-        gaps += gaps_of(c, mine)
+        gaps += gaps_of(c, [Stretch(m, m) for m in mine])
         if rng.random() < 0.3 and mine[0] + length > mine[-1] + 1:
-            gaps += gaps_of(c, [mine[-1], mine[0] + length])
+            gaps.append(UseGap(mine[-1], mine[0] + length, c))
     room = [rng.randint(0, 6) for _ in range(length)]
     held = [0] * length
     kept = belady(gaps, sizes, room)

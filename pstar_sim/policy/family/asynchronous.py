@@ -220,7 +220,7 @@ class Asynchronous:
             tried[a.pins] = min(a.window.iteration_s, tried.get(a.pins, a.window.iteration_s))
         choices["pins_tried"] = {p: format_s(seconds) for p, seconds in sorted(tried.items())}
         pinned = chosen.modes.pinned
-        gaps = [gap for c in g.moving if c not in pinned for gap in gaps_of(c, g.touched[c])]
+        gaps = [gap for c in g.moving if c not in pinned for gap in gaps_of(c, g.touched_stretches[c])]
         peak = max(range(len(g.blocks)), key=lambda n: g.blocks[n].tide_bytes)
         over = sum(gap.start < peak < gap.end for gap in gaps)
         choices["kept_gaps"] = len(chosen.course.kept)

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate
 
 from pstar_sim.policy.family.eviction import keep_set
 from pstar_sim.policy.family.residency import UseGap, gaps_of, held_over
-from pstar_sim.policy.kit.blocks import Position
+from pstar_sim.policy.kit.blocks import Position, Stretch, merged
 from pstar_sim.policy.kit.job import Job
-from pstar_sim.policy.kit.schedule import Modes, Schedule, Stretch
+from pstar_sim.policy.kit.schedule import Modes, Schedule
 from pstar_sim.policy.passes import collective_rows, gradient_rows, update_rows
 from pstar_sim.policy.passes.feasibility import disk_room
 
@@ -43,14 +43,14 @@ class Knobs:
 
 class Course:
     """positions, at, updates, sums, stays, room: as in `Schedule`.
-    touched: chunk that is not resident -> positions that need it.
+    touched: chunk that is not resident -> stretches of positions that need it.
     kept: gaps over which a chunk stays.
     needed_whole: chunk -> stretches of positions that need all ranks' slices, residents included.
     kept_whole: gaps between, over which the others' slices stay.
     least_room_bytes: at the tightest position, before any is kept.
     """
 
-    def __init__(self, job: Job, modes: Modes, knobs: Knobs, blocks: Sequence[Sequence[int]] | None = None) -> None:
+    def __init__(self, job: Job, modes: Modes, knobs: Knobs, blocks: Sequence[Sequence[Stretch]] | None = None) -> None:
         """blocks: chunk -> blocks with it on the GPU (all its slices), None: it stays where there is room."""
         self.job = job
         self.modes = modes
@@ -80,7 +80,7 @@ class Course:
             positions=self.positions,
             at=self.at,
             updates=self.updates,
-            visits={c: _joined(c, _stretches(self.touched[c]), self.kept) for c in self.moving},
+            visits={c: _joined(c, self.touched[c], self.kept) for c in self.moving},
             whole={c: _joined(c, stretches, self.kept_whole) for c, stretches in self.needed_whole.items()},
             sums=self.sums,
             stays=self.stays,
@@ -94,33 +94,30 @@ class Course:
             disk_room_bytes=disk_room(job, self.modes),
         )
 
-    def _needs(self) -> tuple[dict[int, list[int]], dict[int, list[Stretch]]]:
+    def _needs(self) -> tuple[dict[int, list[Stretch]], dict[int, list[Stretch]]]:
         job = self.job
-        touched: dict[int, list[int]] = {}
+        touched: dict[int, list[Stretch]] = {}
         whole: dict[int, list[Stretch]] = {}
         if job.ranks > 1:
             for c, (first_block, last_block) in job.small_visits.items():
                 whole[c] = [Stretch(self.at[first_block], self.at[last_block])]
             for c in self.modes.pinned:
-                whole[c] = _stretches(self._positions_of(job.touched[c]))
+                whole[c] = self._stretches(job.touched_stretches[c])
         for c in self.moving:
-            mine = self._positions_of((self._blocks or job.touched)[c])
+            mine = self._stretches((self._blocks or job.touched_stretches)[c])
             if job.ranks > 1:
-                whole[c] = _stretches(mine)
+                whole[c] = list(mine)
             if c in self.updates:
                 update = self.updates[c]
                 # Until its update the chunk's gradient lies in the working list. Behind a barrier this time is a gap
                 # like any other.
                 gap = job.barrier is not None and c not in self.modes.waiting
-                mine += [update] if gap else range(mine[-1] + 1, update + 1)
-            touched[c] = mine
+                mine.append(Stretch(update if gap else mine[-1].last + 1, update))
+            touched[c] = merged(mine)
         return touched, whole
 
-    def _positions_of(self, blocks: Sequence[int]) -> list[int]:
-        mine = [self.at[blocks[0]]]
-        for before, n in pairwise(blocks):
-            mine += range(mine[-1] + 1, self.at[n] + 1) if n == before + 1 else [self.at[n]]
-        return mine
+    def _stretches(self, blocks: Sequence[Stretch]) -> list[Stretch]:
+        return [Stretch(self.at[first], self.at[last]) for first, last in blocks]
 
     def _needed_room(self) -> list[int]:
         job = self.job
@@ -131,13 +128,14 @@ class Course:
                 room[self.at[block]] -= gradient_rows.room(job, block, self._in_place)
         for c, n in self.updates.items():
             room[n] -= update_rows.room(job, c, self.modes)
+        need = [0] * (len(room) + 1)
         for c, mine in self.touched.items():
-            size = job.sizes[c]
-            for n in mine:
-                room[n] -= size
+            for first, last in mine:
+                need[first] += job.sizes[c]
+                need[last + 1] -= job.sizes[c]
         others = collective_rows.room(job, self.needed_whole, len(room))
         sums = gradient_rows.held(job, self.modes, self.sums, self.at, len(room))
-        return [left - other - held for left, other, held in zip(room, others, sums)]
+        return [left - own - other - held for left, own, other, held in zip(room, accumulate(need), others, sums)]
 
     def _add_dropped_lists(self) -> None:
         job, pinned = self.job, self.modes.pinned
@@ -159,7 +157,7 @@ class Course:
             needed.append(Stretch(update, update))
         elif update is not None:
             needed[-1] = Stretch(needed[-1].first, update)
-        return _merged(needed)
+        return merged(needed)
 
     def _keep(self) -> set[UseGap]:
         job, knobs = self.job, self.knobs
@@ -170,7 +168,7 @@ class Course:
             if not job.uses.updated(c) or (c in self.updates and short):
                 gaps.append(border)
         room = [left - arriving for left, arriving in zip(self.room, self._arriving())]
-        first = [self.touched[c][0] if c in self.touched else 0 for c in range(len(job.sizes))]
+        first = [self.touched[c][0].first if c in self.touched else 0 for c in range(len(job.sizes))]
         kept = keep_set(job.point.eviction, gaps, job.sizes, room, first)
         self.room = [left - held for left, held in zip(self.room, held_over(kept, job.sizes, len(self.room)))]
         return kept
@@ -202,12 +200,7 @@ class Course:
         job = self.job
         if not self.needed_whole:
             return set()
-        gaps = [
-            UseGap(end, begin, c)
-            for c, stretches in self.needed_whole.items()
-            for (_, end), (begin, _) in pairwise(stretches)
-            if begin > end + 1
-        ]
+        gaps = [gap for c, stretches in self.needed_whole.items() for gap in gaps_of(c, stretches)]
         ahead = (self.knobs.lead_chunks + 1) * max(job.whole_bytes(c) for c in self.needed_whole)
         first = [self.needed_whole[c][0][0] if c in self.needed_whole else 0 for c in range(len(job.sizes))]
         kept = keep_set(job.point.eviction, gaps, job.remote, [max(0, room - ahead) for room in self.room], first)
@@ -216,7 +209,7 @@ class Course:
 
     def border(self, chunk: int) -> UseGap:
         mine = self.touched[chunk]
-        return UseGap(mine[-1], mine[0] + len(self.positions), chunk)
+        return UseGap(mine[-1].last, mine[0].first + len(self.positions), chunk)
 
     def _stays(self, chunk: int) -> bool:
         if self.job.uses.updated(chunk) and chunk not in self.updates:
@@ -303,27 +296,6 @@ class Course:
                     left_s -= lasts_s[n]
                     n -= 1
         return rows
-
-
-def _stretches(positions: Sequence[int]) -> list[Stretch]:
-    if not positions:
-        return []
-    firsts, lasts = [positions[0]], []
-    for before, n in pairwise(positions):
-        if n > before + 1:
-            lasts.append(before)
-            firsts.append(n)
-    return list(map(Stretch, firsts, [*lasts, positions[-1]]))
-
-
-def _merged(stretches: Sequence[Stretch]) -> list[Stretch]:
-    out = [stretches[0]]
-    for stretch in stretches[1:]:
-        if stretch.first <= out[-1].last + 1:
-            out[-1] = Stretch(out[-1].first, stretch.last)
-        else:
-            out.append(stretch)
-    return out
 
 
 def _joined(chunk: int, stretches: Sequence[Stretch], kept: set[UseGap]) -> list[Stretch]:

@@ -5,8 +5,10 @@ micro-batches, ranks, stashes and updates.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 from pstar_sim.core.choose import choose
 from pstar_sim.core.plan import Plan
@@ -15,6 +17,7 @@ from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.policy.family.attempt import Attempt, least_window
 from pstar_sim.policy.family.course import Course, Knobs
 from pstar_sim.policy.family.disks import with_disks
+from pstar_sim.policy.kit.blocks import Stretch, merged
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.room import budget_bytes, describe_moment
 from pstar_sim.policy.kit.schedule import Modes, modes_of
@@ -145,9 +148,9 @@ def _check_chunk(job: Job, chunk: int, what: str) -> None:
         raise CannotPlan(f"{job.name}: {what}: the chunk is small and always on the GPU; leave it out")
 
 
-def _blocks(job: Job, modes: Modes, visits: Iterable[Visit]) -> list[list[int]]:
+def _blocks(job: Job, modes: Modes, visits: Iterable[Visit]) -> list[list[Stretch]]:
     moments = len(job.workload.moments)
-    held: list[set[int]] = [set() for _ in job.sizes]
+    held: list[list[Stretch]] = [[] for _ in job.sizes]
     for visit in visits:
         _check_chunk(job, visit.chunk, str(visit))
         if visit.chunk in modes.pinned:
@@ -158,14 +161,20 @@ def _blocks(job: Job, modes: Modes, visits: Iterable[Visit]) -> list[list[int]]:
         if job.uses.updated(visit.chunk):  # the chunk leaves with its last gradient
             last = min(last, job.uses.last_gradient(visit.chunk))
         if visit.first <= last:
-            held[visit.chunk].update(range(job.block_of[visit.first], job.block_of[last] + 1))
+            held[visit.chunk].append(Stretch(job.block_of[visit.first], job.block_of[last]))
+    stretches = [merged(sorted(each)) for each in held]
     for c in job.moving:
-        left_out = [m for m in job.uses.touched[c] if job.block_of[m] not in held[c]]
+        left_out = [m for m in job.uses.touched[c] if not _within(stretches[c], job.block_of[m])]
         if left_out and c not in modes.pinned:
             raise CannotPlan(
                 f"{job.name}: chunk {c} is used in moment {left_out[0]}, which none of its visits contains"
             )
-    return [sorted(blocks) for blocks in held]
+    return stretches
+
+
+def _within(stretches: Sequence[Stretch], block: int) -> bool:
+    at = bisect_right(stretches, block, key=attrgetter("first"))
+    return at > 0 and block <= stretches[at - 1].last
 
 
 def _short(job: Job, place: Place, short_bytes: int, what: str) -> DoesNotFit:

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pstar_sim.policy.kit.blocks import Stretch
+
 
 class UseGap(NamedTuple):
     """A chunk is used at `start` and next at `end`, in the next iteration if that is past the iteration's length: only
@@ -21,9 +23,9 @@ class UseGap(NamedTuple):
     chunk: int
 
 
-def gaps_of(chunk: int, uses: Sequence[int]) -> list[UseGap]:
+def gaps_of(chunk: int, uses: Iterable[Stretch]) -> list[UseGap]:
     """Gaps between successive uses (ascending) that are not neighbours."""
-    return [UseGap(a, b, chunk) for a, b in pairwise(uses) if b > a + 1]
+    return [UseGap(end, begin, chunk) for (_, end), (begin, _) in pairwise(uses) if begin > end + 1]
 
 
 def held_over(gaps: Iterable[UseGap], sizes: Sequence[int], count: int) -> list[int]:

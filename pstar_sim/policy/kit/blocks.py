@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -18,6 +18,24 @@ class Block(Struct, frozen=True):
     chunks: tuple[int, ...]
     tide_bytes: int
     seconds: float
+
+
+class Stretch(NamedTuple):
+    """Both included."""
+
+    first: int
+    last: int
+
+
+def merged(stretches: Iterable[Stretch]) -> list[Stretch]:
+    """By their begins; those that overlap or touch become one."""
+    out: list[Stretch] = []
+    for stretch in stretches:
+        if out and stretch.first <= out[-1].last + 1:
+            out[-1] = Stretch(out[-1].first, max(out[-1].last, stretch.last))
+        else:
+            out.append(stretch)
+    return out
 
 
 class Position(NamedTuple):

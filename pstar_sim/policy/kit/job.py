@@ -14,7 +14,7 @@ from pstar_sim.core.layout import Layout, build_layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.cost import cost_of
 from pstar_sim.errors import CannotPlan
-from pstar_sim.policy.kit.blocks import Block, Position, blocks_of
+from pstar_sim.policy.kit.blocks import Block, Position, Stretch, blocks_of, merged
 from pstar_sim.policy.kit.charges import charges_of
 from pstar_sim.policy.kit.facts import facts_of
 from pstar_sim.policy.kit.points import Point
@@ -133,6 +133,10 @@ class Job:
         return [
             [] if c in self.small else sorted({self.block_of[m] for m in moments}) for c, moments in enumerate(every)
         ]
+
+    @cached_property
+    def touched_stretches(self) -> list[list[Stretch]]:
+        return [merged(Stretch(n, n) for n in blocks) for blocks in self.touched]
 
     def _cuts(self) -> frozenset[int]:
         """Gradient lists open and close, and eager GPU Adam runs, only at a block's edge."""

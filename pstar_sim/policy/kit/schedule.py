@@ -7,9 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import NamedTuple
 
-from pstar_sim.policy.kit.blocks import Position
+from pstar_sim.policy.kit.blocks import Position, Stretch
 from pstar_sim.policy.kit.job import Job
 
 # Lists for which the host has room at a time on each of their ways: working lists from disks to the GPU, last gradients
@@ -59,13 +58,6 @@ def modes_of(job: Job, pinned: Iterable[int], streamed: Iterable[int]) -> Modes:
     """In a layer-major workload, a streamed chunk's sum waits on the GPU for the update."""
     there = frozenset(streamed)
     return Modes(frozenset(pinned), there, summed=there if job.sums_on_gpu else frozenset())
-
-
-class Stretch(NamedTuple):
-    """Both included."""
-
-    first: int
-    last: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

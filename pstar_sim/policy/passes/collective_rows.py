@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
 from pstar_sim.core.step import Kind, Queue
+from pstar_sim.policy.kit.blocks import Stretch
 from pstar_sim.policy.kit.job import Job
-from pstar_sim.policy.kit.schedule import Stretch
 from pstar_sim.policy.passes.draft_rows import After, DraftRows
 from pstar_sim.policy.passes.floors import Floors
 

@@ -12,8 +12,9 @@ from itertools import accumulate, pairwise
 
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.errors import CannotPlan
+from pstar_sim.policy.kit.blocks import Stretch
 from pstar_sim.policy.kit.job import Job
-from pstar_sim.policy.kit.schedule import Modes, Stretch
+from pstar_sim.policy.kit.schedule import Modes
 from pstar_sim.policy.passes.collective_rows import reduce
 from pstar_sim.policy.passes.disk_rows import DiskTrips
 from pstar_sim.policy.passes.draft_rows import After, DraftRows

@@ -29,6 +29,7 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import DoesNotFit, TraceError
 from pstar_sim.policy.family.plan_visits import plan_visits, room_beside
 from pstar_sim.policy.family.residency import belady, gaps_of
+from pstar_sim.policy.kit.blocks import Stretch, merged
 from pstar_sim.policy.kit.capabilities import Capabilities
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.points import Point
@@ -89,10 +90,10 @@ def _by_block(job: Job) -> list[Visit]:
 
 def _kept(job: Job, visits: Sequence[Visit]) -> list[Visit]:
     """Visits, and gaps over which chunks stay, by [Note: capacity rule]."""
-    at: dict[int, set[int]] = {c: set() for c in job.moving}
+    at: dict[int, list[Stretch]] = {c: [] for c in job.moving}
     for visit in visits:
-        at[visit.chunk].update(range(job.block_of[visit.first], job.block_of[visit.last] + 1))
-    gaps = [gap for c, mine in at.items() for gap in gaps_of(c, sorted(mine))]
+        at[visit.chunk].append(Stretch(job.block_of[visit.first], job.block_of[visit.last]))
+    gaps = [gap for c, mine in at.items() for gap in gaps_of(c, merged(sorted(mine)))]
     sizes = [job.whole_bytes(c) for c in range(len(job.sizes))]
     kept = belady(gaps, sizes, room_beside(job, visits))
     return [*visits, *(Visit(g.chunk, job.blocks[g.start].first, job.blocks[g.end].last) for g in kept)]

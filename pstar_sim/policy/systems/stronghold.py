@@ -20,7 +20,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.collector import without_garbage_collection
@@ -109,6 +109,19 @@ class _ChunksByLayer:
         return max(held, default=0) + max(gradient_rows.room(job, n) for n in range(len(job.blocks)))
 
     @cached_property
+    def resident_bytes(self) -> list[int]:
+        """By window: small chunks, and those of no layer and the first w."""
+        job, held = self.job, [0] * self.count
+        for c, layer in self.of.items():
+            held[layer] += job.permanent[c] + job.remote[c]
+        outside = sum(job.permanent[c] + job.remote[c] for c in self.outside)
+        return list(accumulate(held, initial=job.small_bytes + outside))
+
+    @cached_property
+    def tide_peak_bytes(self) -> int:
+        return max(self.job.tide)
+
+    @cached_property
     def chunks_of_one(self) -> int:
         """Chunks of the layer with the most."""
         return max(Counter(self.of.values()).values(), default=1)
@@ -182,21 +195,19 @@ class _Solver:
                 yield Visit(c, begin, end)
 
     def resident_bytes(self, w: int) -> int:
-        """Small chunks, and those of no layer and the first w."""
-        layers, job = self.layers, self.layers.job
-        return job.small_bytes + sum(job.permanent[c] + job.remote[c] for c in (*layers.outside, *layers.first(w)))
+        return self.layers.resident_bytes[w]
 
     def pool_bytes(self, w: int) -> int:
         """2w buffers, or fewer if fewer layers come and go."""
         return min(2 * w, self.layers.count - w) * self.layers.buffer_bytes
 
     def needed_bytes(self, w: int) -> int:
-        return self.resident_bytes(w) + self.pool_bytes(w) + max(self.layers.job.tide)
+        return self.resident_bytes(w) + self.pool_bytes(w) + self.layers.tide_peak_bytes
 
     def describe(self, w: int) -> str:
         return (
             f"{format_bytes(self.resident_bytes(w))} always on the GPU, {format_bytes(self.pool_bytes(w))} of buffers, "
-            f"{format_bytes(max(self.layers.job.tide))} for the tide's peak"
+            f"{format_bytes(self.layers.tide_peak_bytes)} for the tide's peak"
         )
 
     def most(self) -> int:
