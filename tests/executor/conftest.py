@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import types
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +27,7 @@ import pytest
 import torch
 import torch._dynamo  # torch's optimizers import it when the first is made: before what is imported is frozen
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 import executor
 from executor.capture import capture_module
@@ -196,15 +197,23 @@ def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
 
 class _Likeness(pickle.Pickler):
     """Of a tensor, what a capture sees of it, and which tensors are one; of a function in a function, where it stands
-    and what it keeps."""
+    and what it keeps; of hooks, their order: torch numbers the hooks of a process."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self._tensors: dict[int, int] = {}
+        self._hooks: dict[int, int] = {}
+
+    def _hook(self, number: int) -> int:
+        return self._hooks.setdefault(number, len(self._hooks))
 
     def persistent_id(self, obj: Any) -> Any:
         if isinstance(obj, types.FunctionType) and "<locals>" in obj.__qualname__:
             return obj.__module__, obj.__qualname__, [cell.cell_contents for cell in obj.__closure__ or ()]
+        if isinstance(obj, RemovableHandle):
+            return "handle", self._hook(obj.id)
+        if isinstance(obj, OrderedDict) and obj and all(isinstance(key, int) for key in obj):
+            return "hooks", [(self._hook(key), hook) for key, hook in obj.items()]
         if not isinstance(obj, torch.Tensor):
             return None
         number = self._tensors.setdefault(id(obj), len(self._tensors))

@@ -167,7 +167,7 @@ class Plain:
 
 
 CAPTURED: dict[tuple[Any, ...], Workload] = {}
-"""One micro-batch of `gpt2()`, which most rows train, by what its capture depends on."""
+"""One micro-batch, by what its capture depends on."""
 
 
 def plan_for(case: Case, model: nn.Module, batch: Any, policy: str, spec: executor.AdamW) -> Plan:
@@ -185,13 +185,12 @@ def plan_for(case: Case, model: nn.Module, batch: Any, policy: str, spec: execut
             model, [batch] * case.micro_batches, machine, name="row", optimizer=spec, loss=loss, timed=0, **sizes
         )
     else:
-        key = (case.inside, case.loss, next(model.parameters()).dtype, first.shape)
-        checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-        shared = type(model).__name__ == "GPT2LMHeadModel" and not checkpoints
-        one = CAPTURED.get(key) if shared else None
+        likeness = kit.likeness(model, batch)
+        key = (case.inside, case.loss, likeness)
+        one = None if likeness is None else CAPTURED.get(key)
         if one is None:
             one = executor.capture_module(model, batch, name="row", loss=loss, **sizes)
-        if shared:
+        if likeness is not None:
             CAPTURED[key] = one
         w = kit.repeat_micro_batch(one, case.micro_batches)
     if case.groups is not None:
