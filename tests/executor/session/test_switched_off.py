@@ -17,7 +17,7 @@ from torch import nn
 import executor
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import ContractError
-from pstar_sim.workload.workload import repeat_micro_batch
+from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
 peft = Later("peft")
 
@@ -63,6 +63,10 @@ def preference(ours: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     return -nn.functional.logsigmoid(0.1 * (margin[0] - margin[1]))
 
 
+CAPTURED: list[Workload] = []
+"""One micro-batch of `adapted` under `preference`."""
+
+
 def disabled(model: Any) -> Any:
     return model.disable_adapter()
 
@@ -85,8 +89,13 @@ def test_disable_adapter(
     model, draw = adapted(kit)
     twin = copy.deepcopy(model)
     batch = draw(torch.Generator().manual_seed(9))
-    w = executor.capture_module(model, batch, name="lora", loss=lambda m, b: preference(scores(m, b), torch.zeros(2)))
-    w = repeat_micro_batch(w, micro_batches)
+    if not CAPTURED:
+        CAPTURED.append(
+            executor.capture_module(
+                model, batch, name="lora", loss=lambda m, b: preference(scores(m, b), torch.zeros(2))
+            )
+        )
+    w = repeat_micro_batch(CAPTURED[0], micro_batches)
     plan = kit.tight_plan(policy, w, Settings(clip=False))
     model, optimizer = executor.prepare(model, plan, executor.AdamW(lr=1e-2, weight_decay=0.1), replan_after=0)
     plain = torch.optim.AdamW([p for p in twin.parameters() if p.requires_grad], 1e-2, weight_decay=0.1, fused=True)
