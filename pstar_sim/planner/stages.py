@@ -17,6 +17,7 @@ from functools import cached_property
 from pstar_sim.bounds.stages import stages_bound_s
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import ModelEntry
+from pstar_sim.collector import without_garbage_collection
 from pstar_sim.core.check_report import CheckReport
 from pstar_sim.core.checker.meetings import prove_set
 from pstar_sim.core.plan import Plan, Settings
@@ -212,6 +213,7 @@ def _named(cut: Cut, member: int) -> str:
     return f"stage {member}: " if cut.members > 1 else ""
 
 
+@without_garbage_collection()
 def planned_again(planned: PlannedStages, policy: str | Policy, settings: Settings) -> PlannedStages:
     """[Note: planned again]. Returns the faster."""
     spread = planned.plans.parallelism

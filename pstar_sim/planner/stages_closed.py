@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pstar_sim.bounds.stages import seconds_in_step
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import model_entry
+from pstar_sim.collector import without_garbage_collection
 from pstar_sim.core.plan import Settings
 from pstar_sim.cost import Computing
 from pstar_sim.errors import ModelError
@@ -57,6 +58,7 @@ def beyond_all(job: Job, machine: Machine, policies: Iterable[str | Policy]) -> 
     )
 
 
+@without_garbage_collection()
 def closed_forms(
     job: Job, machine: Machine, ways: Iterable[Way], settings: Settings, missing: dict[str, list[str]], *, counts: bool
 ) -> list[Closed]:

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.collector import without_garbage_collection
 from pstar_sim.core.plan import Settings
 from pstar_sim.core.plan_set import Split
 from pstar_sim.errors import CannotPlan, DoesNotFit, PlanError
@@ -343,6 +344,7 @@ class _Asked:
     alone: bool
     written: dict[Way, Cut] = field(default_factory=dict)
 
+    @without_garbage_collection()
     def estimate_s(self, closed: Closed, policy: str) -> float:
         """[Note: the first stage alone]; 0 for other policies."""
         way, point = closed.way, can(self.policies[policy]).point
@@ -360,6 +362,7 @@ class _Asked:
         alone_s = seconds[-1] + (way.micro_batches - counts[1]) * each_s
         return alone_s / (1 - closed_bubble(way.parallelism, way.micro_batches))
 
+    @without_garbage_collection()
     def answer(self, way: Way, policy: str, *, whole: bool) -> tuple[StagesRow, PlannedStages | None]:
         """Returns the row and its plans; None for a way that does not fit or, unless `whole`, has so many
         micro-batches that [Note: few micro-batches] answers. Raises CannotPlan."""
