@@ -17,6 +17,7 @@ from pstar_sim.workload.workload import Workload
 
 T = TypeVar("T")
 
+_INSIDE = ("host without workspace",)  # key of `Workload.derived`
 WORKSPACE = "workspace"  # the buffer's name
 PIECE_BYTES = 4 << 20  # of a value on its way between a file and a list
 THREADS, THREAD_BYTES = 4, 256 << 10  # of a folder, for what is no whole page
@@ -43,13 +44,25 @@ def with_host_budget(machine: Machine, budget_bytes: int) -> Machine:
     return replace(machine, host=replace(machine.host, memory_bytes=memory))
 
 
-def beside_workspace(ask: Callable[[Machine], T], workload: Workload, machine: Machine) -> T:
-    """With disks, for a host without the workspace."""
+def without_workspace(workload: Workload, machine: Machine) -> Machine:
+    """One object for the same two, with disks."""
     if machine.nvme is None:
+        return machine
+    known = workload.derived.get(_INSIDE)
+    if not (isinstance(known, tuple) and known[0] is machine):
+        budget_bytes = max(1, machine.host_budget_bytes - workspace_bytes(workload))
+        workload.derived[_INSIDE] = known = machine, with_host_budget(machine, budget_bytes)
+    inside: Machine = known[1]
+    return inside
+
+
+def beside_workspace(ask: Callable[[Machine], T], workload: Workload, machine: Machine) -> T:
+    inside = without_workspace(workload, machine)
+    if inside is machine:
         return ask(machine)
     size_bytes = workspace_bytes(workload)
     try:
-        return ask(with_host_budget(machine, max(1, machine.host_budget_bytes - size_bytes)))
+        return ask(inside)
     except DoesNotFit as short:
         if short.place != "host":
             raise

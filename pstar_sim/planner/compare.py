@@ -15,6 +15,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.collector import without_garbage_collection
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.timeline import Timeline
+from pstar_sim.core.workspace import without_workspace
 from pstar_sim.cost import VERSION
 from pstar_sim.dtypes import unscaled
 from pstar_sim.errors import CannotPlan, DoesNotFit, NothingFits, PlanError, PstarError
@@ -405,7 +406,7 @@ class _Found:
         if job.share.ranked is not None or machine.mixed:
             return False
         best_s = min((_pace(p.row) for p in _in_order(workload, settings, self.planned)), default=math.inf)
-        return least_known_s(policy, workload, machine, settings) > best_s * (1 + AS_FAST)
+        return least_known_s(policy, workload, without_workspace(workload, machine), settings) > best_s * (1 + AS_FAST)
 
 
 def _fastest(
