@@ -286,8 +286,8 @@ def disks() -> str:
 
 def disks_memory() -> str:
     rows = result("disks_memory")["rows"]
-    beside = sorted((max(row["loading_bytes"], row["training_bytes"]) - row["host_needed_bytes"]) / 1e6 for row in rows)
-    return f"{beside[0]:+.0f} to {beside[-1]:+.0f} MB beside the plan's slabs ({link('disks_memory')})"
+    most = [max(row["loading_bytes"], row["training_bytes"]) / row["planned_host_peak_bytes"] for row in rows]
+    return f"{min(most):.0%} to {max(most):.0%} of the plan's host peak ({link('disks_memory')})"
 
 
 def overhead() -> str:

@@ -24,7 +24,7 @@ THREADS, THREAD_BYTES = 4, 256 << 10  # of a folder, for what is no whole page
 CAST_ELEMENTS = 1 << 18  # of a piece: its 1 MiB stays in cache
 ROUNDING_BYTES = (4 * 4 + 3 * 8) * CAST_ELEMENTS  # four lists in fp32, and what three operators of a rounding make
 WHOLE_BYTES = 16  # per element of a tensor that is updated whole
-MOMENT_BYTES = 24_000  # 3 steps, each with 3 kB of tables and 16 rows of logs
+MOMENT_BYTES = 32_000  # 3 steps, each with 3 kB of tables and 16 rows of logs, and small blocks that malloc keeps
 
 
 def workspace_bytes(w: Workload) -> int:

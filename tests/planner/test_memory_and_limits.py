@@ -196,10 +196,10 @@ def test_payloads_that_pass_through_the_host_take_turns_in_a_pool() -> None:
 
 
 def test_what_a_run_with_disks_takes_beside_payloads_is_in_plan_need_and_refusal() -> None:
-    """A piece of 4 MiB, four threads' 256 KiB, 1 MiB for narrow gradients, another for a rule, 24 kB per moment."""
+    """A piece of 4 MiB, four threads' 256 KiB, 1 MiB for narrow gradients, another for a rule, 32 kB per moment."""
     w = preset("gpt2", batch=1, seq=64)
     beside = workspace_bytes(w)
-    assert beside == (4 << 20) + 4 * (256 << 10) + 2 * (1 << 20) + 24_000 * len(w.moments)
+    assert beside == (4 << 20) + 4 * (256 << 10) + 2 * (1 << 20) + 32_000 * len(w.moments)
     assert workspace_bytes(with_optimizer(w, "adafactor")) == beside + 16 * max(t.numel for t in w.tensors)
     m = beside_disks("2.5GB", 10 * GB)
     plan, timeline = plan_and_play(find_policy("tide"), w, m, ps.Settings(), loading=IN_PLACE)
