@@ -165,6 +165,7 @@ class DoesNotFit(PstarError):
         self,
         *,
         policy: str | None = None,
+        needed_bytes: int | None = None,
         available_bytes: int | None = None,
         what: str | None = None,
         change: str | None = None,
@@ -172,7 +173,7 @@ class DoesNotFit(PstarError):
         return DoesNotFit(
             policy=self.policy if policy is None else policy,
             place=self.place,
-            needed_bytes=self.needed_bytes,
+            needed_bytes=self.needed_bytes if needed_bytes is None else needed_bytes,
             available_bytes=self.available_bytes if available_bytes is None else available_bytes,
             what=self.what if what is None else what,
             change=self.change if change is None else change,

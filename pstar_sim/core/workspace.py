@@ -66,13 +66,10 @@ def beside_workspace(ask: Callable[[Machine], T], workload: Workload, machine: M
     except DoesNotFit as short:
         if short.place != "host":
             raise
-        raise DoesNotFit(
-            policy=short.policy,
-            place=short.place,
+        raise short.restated(
             needed_bytes=short.needed_bytes + size_bytes,
             available_bytes=machine.host_budget_bytes,
             what=f"{short.what}, {format_bytes(size_bytes)} that a run with disks takes beside",
-            change=short.change,
         ) from short
 
 
