@@ -314,7 +314,7 @@ def _most_on_host(
                 return budget_bytes, need
             return _nearest_the_whole(plan_on, machine, loading, budget_bytes, need, high, short)
         short, high = still, budget_bytes
-        if named:
+        if named or high - refused <= 1:
             break
         budget_bytes = (refused + high) // 2
     reason = short or latest

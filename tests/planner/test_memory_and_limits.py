@@ -340,6 +340,17 @@ def test_with_disks_the_need_is_that_of_the_smallest_plan() -> None:
     assert less is not None and less.needed_bytes == short.needed_bytes
 
 
+def test_of_a_host_of_one_byte_beside_disks_the_weights_that_are_loaded_are_named() -> None:
+    """The GPU holds all of the job, so one byte is enough for its payloads, and no smaller host can be asked for."""
+    w, m = preset("gpt2", batch=1, seq=64), beside_disks("5GB", 10 * GB)
+    one = replace(ps.machine("rtx4090"), nvme=m.nvme)
+    one = replace(one, host=replace(one.host, memory_bytes=one.host.reserved_bytes + 1))
+    refusals = planned("tide", w, one, ps.Settings()), shortage("tide", w, one, ps.Settings())
+    for short in refusals:
+        assert short is not None and short.place == "host" and short.needed_bytes >= w.weights_bytes
+        assert "of weights while they are loaded" in short.what and short.available_bytes == 1
+
+
 def test_optimal_fits_where_it_has_a_plan_from_the_disks() -> None:
     """Its own modes without disks need more than twice this host."""
     w, settings = preset("gpt2", batch=1, seq=64), ps.Settings(effort=0.02)
