@@ -49,10 +49,9 @@ from pstar_sim.workload.workload import MOST_MOMENTS, Workload
 HOUR_S, DAY_S = 3600.0, 86400.0
 MOST_NODES = 64
 ENOUGH = 3
-"""Micro-batches of a job asked for room, as all but the first and last hold the same, save in layer-major order."""
+"""Micro-batches of a job asked for room, as the middle ones hold the same, save in layer-major order."""
 POLICIES = named(lambda able: able.tries_others)
-"""Policy that is tried if none is named. It is as fast as any other policy without options, to 0.01 %
-(policy/kit/ties.py)."""
+"""If none is named: as fast as any other without options, to 0.01 % (policy/kit/ties.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,15 +71,15 @@ def bill(tokens: float, tokens_per_s: float, usd_per_hour: float) -> Bill:
 class Offer:
     """Some nodes of one machine.
 
-    in_time: whether the offer makes the deadline; True without a deadline.
+    in_time: whether the offer makes the deadline; True without a deadline, None: not planned.
     in_time_is_sure: whether the deadline lies outside of the error of `days`; True without one.
     usd_per_hour: price of all nodes.
     batch: sequences per micro-batch, of all GPUs together.
-    price_of: the offer from which the price comes, and its date.
+    price_of: where the price comes from, and its date.
     expected_error, trust: of tokens_per_s, as in `Fit`.
     tflops_per_gpu, mfu: see utilization.py.
     least_days: days of the matmuls alone, or of the least way; if these miss the deadline, nothing is planned.
-    least_usd: of a machine that another offer undercuts whatever its plan.
+    least_usd: of a machine left out, by closed forms and estimates of its ways.
     reason: why there are no figures, or why more nodes were not tried.
     """
 
@@ -90,7 +89,7 @@ class Offer:
     usd_per_hour: float | None = None
     price_of: str | None = None
     tried: tuple[int, ...] = ()
-    in_time: bool = False
+    in_time: bool | None = False
     in_time_is_sure: bool = True
     policy: str | None = None
     parallel: str | None = None
@@ -112,9 +111,7 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Cheapest(Collection):
-    """rows: offers in time, cheapest first; then late ones, fastest first; then offers without figures.
-    job: what each machine was asked for.
-    """
+    """rows: offers in time, cheapest first; then late ones, fastest first; then offers without figures."""
 
     model: str
     tokens: float
@@ -164,7 +161,7 @@ def cheapest(
     machines: None: every machine with a price.
     policies: None: all_on_gpu, zero_offload and tide.
     settings, loading: as in `fits`.
-    prices: a price file that takes precedence over the shipped list.
+    prices: a price file, before the shipped list.
     nodes: a row for each of these numbers of nodes; None: one for the fewest that make the deadline, up to most_nodes.
     parallel: as in `max_model`.
     kind: of the job, which writes the workloads.
@@ -202,7 +199,7 @@ def cheapest(
     tell = teller(on_part)
     rows: list[Offer] = []
     if counts is None:
-        searches = [_offer(n, m, asked, _price_of(m, known), most_nodes) for n, m in enumerate(chosen)]
+        searches = [_offer(m, asked, _price_of(m, known), most_nodes) for m in chosen]
         rows += _in_order(chosen, searches, tell)
     else:
         for number_, machine in enumerate(chosen):
@@ -245,9 +242,8 @@ class _Question:
         return replace(self.job, batch=self.batch // micro_batches, micro_batches=count).of(machine)
 
 
-_Waiting = tuple[float, int, Offer | None]
-"""What the next plan of a machine (number) costs at least, and its offer if nothing more is planned."""
-_Search = Generator[_Waiting, float, Offer]
+_Search = Generator[float, float, Offer]
+"""Yields the next plan's least price, for the cheapest so far."""
 _Cost = tuple[float | None, str]
 """USD per hour of one node and its source, or None and how to give a price."""
 
@@ -280,51 +276,57 @@ def _counts(machine: Machine, batch: int, most: int) -> list[int]:
 def _in_order(machines: Sequence[Machine], searches: Sequence[_Search], tell: OnPart) -> list[Offer]:
     """[Note: in the order of prices]"""
     rows: dict[int, Offer] = {}
-    waiting: list[_Waiting] = [(0.0, n, None) for n in range(len(machines))]
+    waiting = [(next(search), n) for n, search in enumerate(searches)]
     while waiting:
-        least_usd, n, offer = heapq.heappop(waiting)
+        _, n = heapq.heappop(waiting)
         best_usd = min((row.usd for row in rows.values() if row.in_time and row.usd is not None), default=inf)
-        if offer is not None and least_usd >= best_usd:
-            rows[n] = offer
-            continue
         tell(machines[n].name, len(rows), len(machines))
         try:
-            heapq.heappush(waiting, next(searches[n]) if offer is None else searches[n].send(best_usd))
+            heapq.heappush(waiting, (searches[n].send(best_usd), n))
         except StopIteration as end:
             rows[n] = end.value
     return [rows[n] for n in range(len(machines))]
 
 
-def _offer(number_: int, machine: Machine, asked: _Question, cost: _Cost, most_nodes: int) -> _Search:
-    """The fewest nodes that make the deadline, else the nearest offer: doubling, then bisection."""
+def _offer(machine: Machine, asked: _Question, cost: _Cost, most_nodes: int) -> _Search:
+    """The fewest nodes that make the deadline, else the nearest: doubling, then bisection. Where one is left out that
+    may be late, all are asked, and the cheapest counts."""
     counts = _counts(machine, asked.batch, most_nodes)
     rows: dict[int, Offer] = {}
 
-    def ask(nodes: int) -> Generator[_Waiting, float, tuple[Offer, bool]]:
+    def ask(nodes: int) -> Generator[float, float, tuple[Offer, bool]]:
         where, limit_usd, final = _of_nodes(machine, nodes), inf, False
         least = None if asked.parallel is None else _least(where, asked, cost)
         if least is not None and least.least_usd is not None:
-            in_time = min((row for row in rows.values() if row.in_time), key=lambda row: row.nodes, default=least)
-            limit_usd = yield least.least_usd, number_, replace(in_time, tried=(*sorted({*rows, nodes}),))
-        if least is not None and least.reason is not None:
+            limit_usd = yield least.least_usd
+        if least is not None and (least.reason is not None or (least.least_usd or 0.0) >= limit_usd):
             rows[nodes] = least
         else:
             rows[nodes], final = _so_many(where, asked, cost, limit_usd=limit_usd)
         return rows[nodes], final
 
+    yield 0.0
     at, below = 0, -1  # positions in counts; below: the last number that was too slow or too small
     row, final = yield from ask(counts[0])
     while not row.in_time and not final and at + 1 < len(counts):
-        below, at = at, min(bisect.bisect_left(counts, 2 * counts[at]), len(counts) - 1)
+        below = below if row.in_time is None else at
+        at = min(bisect.bisect_left(counts, 2 * counts[at]), len(counts) - 1)
         row, final = yield from ask(counts[at])
-    while row.in_time and at - below > 1:
+    while row.in_time and at - below > 1 and all(tried.in_time is not None for tried in rows.values()):
         middle = (at + below) // 2
         tried, _ = yield from ask(counts[middle])
         if tried.in_time:
             at, row = middle, tried
-        else:
+        elif tried.in_time is False:
             below = middle
-    if not row.in_time and row.least_usd is None:
+    if any(tried.in_time is None for tried in rows.values()):
+        for nodes in counts[below + 1 : at]:
+            if nodes not in rows:
+                yield from ask(nodes)
+    if left_out := [tried for tried in rows.values() if tried.least_usd is not None]:
+        planned = [tried for tried in rows.values() if tried.in_time and tried.usd is not None]
+        row = min(planned or left_out, key=lambda one: one.usd or one.least_usd or 0.0)
+    elif not row.in_time:
         row = min((r for r in rows.values() if r.days is not None), key=lambda r: r.days or 0.0, default=row)
         if row.reason is None:
             row = replace(row, reason=f"too slow, and {_no_more(machine, asked.batch, most_nodes)}")
@@ -380,7 +382,11 @@ def _least(machine: Machine, asked: _Question, cost: _Cost) -> Offer | None:
     due = bill(asked.tokens, asked.tokens_per_s(iteration_s), offer.usd_per_hour or 0.0)
     if asked.deadline_s is not None and due.days * DAY_S > asked.deadline_s:
         return replace(offer, least_days=due.days, reason=_too_slow(due.days))
-    return replace(offer, least_days=due.days, least_usd=None if offer.usd_per_hour is None else due.usd)
+    return replace(_left_out(offer), least_days=due.days, least_usd=None if offer.usd_per_hour is None else due.usd)
+
+
+def _left_out(offer: Offer, *, in_time: bool | None = None) -> Offer:
+    return replace(offer, in_time=in_time, in_time_is_sure=False)
 
 
 def _too_slow(days: float) -> str:
@@ -392,7 +398,7 @@ def _so_many(
 ) -> tuple[Offer, bool]:
     """With whether the reason would be the same with more nodes.
 
-    late: whether to plan what misses the deadline even if it never waits.
+    late: also what misses the deadline even if it never waits.
     limit_usd: what costs more is not planned.
     """
     (usd, _), deadline_s, base = cost, asked.deadline_s, _offer_of(machine, cost)
@@ -406,9 +412,13 @@ def _so_many(
             row, batch, micro_batches = _fastest(machine, asked)
         else:
             training_s = inf if base.usd_per_hour is None else limit_usd / base.usd_per_hour * HOUR_S
-            way = _fastest_way(machine, asked, asked.iteration_s(training_s))
-            if way is None:
-                return replace(base, least_usd=limit_usd, least_days=training_s / DAY_S), True
+            limit_s = asked.iteration_s(training_s)
+            way = _fastest_way(machine, asked, limit_s)
+            if way is None or (way.iteration_s or 0.0) > limit_s:
+                most_s = inf if deadline_s is None else asked.iteration_s(deadline_s)
+                in_time = True if way is not None and (way.iteration_s or 0.0) <= most_s else None
+                left_out = _left_out(base, in_time=in_time)
+                return replace(left_out, least_usd=limit_usd, least_days=training_s / DAY_S), False
             row, batch, micro_batches = way, way.batch, way.micro_batches
     except (DoesNotFit, CannotPlan) as error:
         return replace(base, reason=str(error)), False
@@ -441,7 +451,7 @@ def _so_many(
 
 
 def _least_s(machine: Machine, asked: _Question) -> float:
-    """Of the matmuls alone on the slowest rank, in one micro-batch, with the best shares that a policy may take."""
+    """Of the matmuls alone on the slowest rank, in one micro-batch, with the best shares."""
     workloads = asked.workloads(machine, 1)
     every = sum(w.tokens for w in workloads)
     job_of = any_job(workloads[0], machine) if any(map(chooses, asked.policies or POLICIES)) else None
@@ -457,7 +467,7 @@ def _least_s(machine: Machine, asked: _Question) -> float:
 
 def _fastest(machine: Machine, asked: _Question) -> tuple[Row, int, int]:
     """(row, batch of all ranks, micro-batches) of the fastest policy with the largest micro-batches that fit, by
-    bisection, as smaller ones need no more. Raises the last refusal if none does."""
+    bisection. Raises the last refusal."""
     in_vain = beyond_all(asked.workloads(machine, 1)[0], machine)
     unit = asked.batch // least_batch(machine)  # which micro-batches divide
     counts = [n for n in range(1, min(unit, MOST_MOMENTS) + 1) if unit % n == 0]
@@ -516,13 +526,13 @@ def _ways(machine: Machine, asked: _Question) -> tuple[Job, list[Way], list[str]
 
 
 def _fastest_way(machine: Machine, asked: _Question, limit_s: float) -> StagesRow | None:
-    """None if no way is as fast as the limit. Raises CannotPlan with the reason of the way that lacks least."""
+    """None if no planned way fits and others are slower. Raises CannotPlan with the reason of what lacks least."""
     job, ways, left_out = _ways(machine, asked)
     policies, settings = asked.policies or STAGED, asked.settings
     answer = compare_stages(job, machine, policies, ways, left_out=left_out, limit_s=limit_s, settings=settings)
-    if answer.best is not None and (answer.best.iteration_s <= limit_s):
+    if answer.rows and answer.rows[0].fits:
         return answer.rows[0]
-    if limit_s < inf and (answer.unplanned or any(row.fits for row in answer.rows)):
+    if limit_s < inf and answer.unplanned:
         return None
     short = [row for row in answer.rows if row.needed_bytes is not None]
     if not short:

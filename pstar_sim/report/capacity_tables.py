@@ -401,7 +401,7 @@ def _offered(offer: Offer) -> str:
 def _offer_notes(answer: Cheapest, shown: Sequence[Offer]) -> Iterator[str]:
     slow = [row for row in answer.rows if row.days is None and row.least_usd is None and row.least_days is not None]
     if any(row.least_usd is not None for row in answer.rows):
-        yield "≥: not planned, as no plan costs less, which is not below the cheapest"
+        yield "≥: left out, as closed forms and estimates of its ways are not below the cheapest"
     if slow:
         days = ", ".join(f"{_tried(row)} {_days(row.least_days or 0.0)}" for row in slow)
         yield f"too slow, by their days if they never waited for anything: {days}"
@@ -411,7 +411,7 @@ def _offer_notes(answer: Cheapest, shown: Sequence[Offer]) -> Iterator[str]:
         yield f"prices of a node: {'; '.join(prices)}"
         yield "MFU: flops of forward and backward pass, without what is recomputed, over the peak of the datasheet"
         yield "micro-batches: sequences of all GPUs at a time x how many per iteration"
-        if not all(row.in_time_is_sure for row in shown):
+        if not all(row.in_time_is_sure for row in shown if row.least_usd is None):
             yield "likely, unlikely: the deadline is nearer to the days than their error, and may be missed or met"
         unknown = [(_nodes_of(row), row.trust) for row in shown if row.trust is not None and NOT_NEAR in row.trust]
         yield from (f"error of {line}" for line in trust_lines(unknown))
@@ -460,7 +460,7 @@ def _offer_cells(row: Offer) -> tuple[str, ...]:
         row.machine,
         str(row.nodes),
         str(row.gpus),
-        _IN_TIME[row.in_time, row.in_time_is_sure] if row.least_usd is None else "",
+        _IN_TIME[bool(row.in_time), row.in_time_is_sure] if row.least_usd is None else "",
         ", ".join(filter(None, (row.policy, row.parallel, row.recompute and f"recomputing {row.recompute}"))),
         "" if row.batch is None else f"{row.batch} x {row.micro_batches}",
         "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",

@@ -1221,6 +1221,38 @@ class TestOtherQuestions:
             assert row.least_days is not None and own.days is not None and row.least_days <= own.days
             assert f"≥ {least_usd:,.0f}" in cheapest_text(answer, width=200)
         assert others[0].least_usd == best.usd
+        assert {row["machine"]: row["in_time"] for row in answer.to_json()} == {
+            "cheap": True,
+            "near": True,
+            "dear": None,
+        }
+
+    def test_more_nodes_may_cost_less_than_a_number_that_is_left_out(self) -> None:
+        """One node waits for its host: late, dearer than the other machine; two keep more and are the cheapest."""
+        sizes, usd = {"crowded": "1.6GB", "roomy": "1.9GB"}, {"crowded": 8.0, "roomy": 7.9}
+        crowded, roomy = (
+            replace(load_machine("v100-16x8", gpus=2, gpu_memory=size), name=name, price_usd_per_hour=usd[name])
+            for name, size in sizes.items()
+        )
+        job = {"model": "gpt2", "tokens": 1e9, "batch": 8, "seq": 256, "policies": ["tide"], "parallel": "tp=2"}
+        alone = cheapest(machines=[crowded], nodes=[1, 2], **job)  # type: ignore[arg-type]
+        other = cheapest(machines=[roomy], nodes=[1], **job).rows[0]  # type: ignore[arg-type]
+        two, one = alone.rows
+        assert two.usd is not None and one.usd is not None and other.usd is not None and two.usd < other.usd < one.usd
+        assert one.days is not None and two.days is not None and other.days is not None
+        deadline_s = (one.days + max(two.days, other.days)) / 2 * 86400
+        answer = cheapest(machines=[crowded, roomy], deadline_s=deadline_s, **job)  # type: ignore[arg-type]
+        assert answer.best is not None and (answer.best.machine, answer.best.nodes) == ("crowded", 2)
+        assert (answer.best.usd, answer.rows[1].usd) == (two.usd, other.usd)
+
+    def test_all_numbers_of_nodes_are_asked_for_what_they_cost_at_least(self) -> None:
+        """Nobody knows whether one node, which is not planned, has room."""
+        usual = load_machine("v100-16x8", gpus=2)
+        machines = [replace(usual, name=f"at {usd:g}", price_usd_per_hour=usd) for usd in (8.0, 800.0)]
+        answer = cheapest("tiny-gpt2", tokens=1e9, batch=8, seq=64, machines=machines, parallel="tp=2", most_nodes=8)
+        assert [(row.machine, row.tried, row.in_time) for row in answer.rows] == [
+            ("at 8", (1,), True), ("at 800", (1, 2, 4), None),
+        ]  # fmt: skip
 
     def test_a_deadline_that_no_bound_meets_is_not_planned_for(self) -> None:
         machine = replace(load_machine("a100-40x8", gpus=4), price_usd_per_hour=8.0)
