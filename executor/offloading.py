@@ -43,7 +43,7 @@ from pstar_sim.catalog.loader import load_machine, resize, with_disks
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.overrides import override
 from pstar_sim.core.plan import Plan, Settings
-from pstar_sim.core.workspace import beside_workspace, on_host_of
+from pstar_sim.core.workspace import planned_beside_workspace
 from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import ContractError, DoesNotFit, ModelError, PstarError
 from pstar_sim.policy.registry import find_policy
@@ -230,9 +230,7 @@ def plan_for(workload: Workload, request: Request, *, micro_batches: int, settin
             plain = count == 1 and whole.optimizer.masters == MASTERS[1] and dtype.can_sum and not dtype.scaled
             settings = replace(settings, sums="16-bit" if plain else Settings.sums)  # as torch adds gradients up
             policy = find_policy(request.policy)
-            made[0] = on_host_of(
-                beside_workspace(lambda inside: policy(whole, inside, settings), whole, machine), machine
-            )
+            made[0] = planned_beside_workspace(lambda where: policy(whole, where, settings), whole, machine)
         except PstarError as error:  # every process raises the error below
             if isinstance(error, DoesNotFit) and whole.notes:
                 error = error.restated(what=f"{error.what}; {whole.notes}")

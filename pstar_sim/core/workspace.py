@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from math import inf
 from typing import TypeVar
 
 from pstar_sim.catalog.machine import Machine
@@ -56,7 +58,9 @@ def without_workspace(workload: Workload, machine: Machine) -> Machine:
     return inside
 
 
-def beside_workspace(ask: Callable[[Machine], T], workload: Workload, machine: Machine) -> T:
+def beside_workspace(
+    ask: Callable[[Machine], T], workload: Workload, machine: Machine, on_disks: Callable[[T], object]
+) -> T:
     inside = without_workspace(workload, machine)
     if inside is machine:
         return ask(machine)
@@ -64,6 +68,12 @@ def beside_workspace(ask: Callable[[Machine], T], workload: Workload, machine: M
     try:
         return ask(inside)
     except DoesNotFit as short:
+        # an answer that leaves the disks alone may have the whole host
+        lacking = {"host": short.needed_bytes - inside.host_budget_bytes, "nvme": short.short_bytes}
+        if lacking.get(short.place, inf) <= size_bytes:
+            with suppress(DoesNotFit):
+                if not on_disks(whole := ask(machine)):
+                    return whole
         if short.place != "host":
             raise
         raise short.restated(
@@ -73,8 +83,10 @@ def beside_workspace(ask: Callable[[Machine], T], workload: Workload, machine: M
         ) from short
 
 
-def on_host_of(plan: Plan, machine: Machine) -> Plan:
-    """A plan `beside_workspace`."""
-    row = (WORKSPACE, Place.HOST, workspace_bytes(plan.workload))
+def planned_beside_workspace(ask: Callable[[Machine], Plan], workload: Workload, machine: Machine) -> Plan:
+    plan = beside_workspace(ask, workload, machine, lambda made: made.nvme_budget_bytes)
+    if machine.nvme is None:
+        return plan
+    row = (WORKSPACE, Place.HOST, workspace_bytes(workload))
     buffers = (*plan.buffers, row) if plan.nvme_budget_bytes else plan.buffers
     return replace(plan, machine=machine, host_budget_bytes=machine.host_budget_bytes, buffers=buffers)

@@ -37,7 +37,13 @@ from pstar_sim.catalog.machine import Gpu, Machine
 from pstar_sim.core.plan import ANY_PLAN, STASHES, Plan, Settings
 from pstar_sim.core.slabs import host_payloads, pack_slabs, pool_key, pool_rooms, stash_key
 from pstar_sim.core.step import Place
-from pstar_sim.core.workspace import WORKSPACE, beside_workspace, on_host_of, with_host_budget, workspace_bytes
+from pstar_sim.core.workspace import (
+    WORKSPACE,
+    beside_workspace,
+    planned_beside_workspace,
+    with_host_budget,
+    workspace_bytes,
+)
 from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.policy.family.pins import most_pins_of
 from pstar_sim.policy.family.searched import jobs_of_sizes
@@ -181,7 +187,7 @@ def with_room(
             plan = _from_disks(planner(rounded), planner(replace(rounded, effort=ANY_PLAN)), inside, loading)
             return replace(plan, settings=settings)
 
-        return on_host_of(beside_workspace(from_disks, workload, machine), machine)
+        return planned_beside_workspace(from_disks, workload, machine)
     plan = plan_on(machine)
     if able.counts_host:
         return plan
@@ -435,12 +441,15 @@ def memory_need(
         if on_disks and not fewest:
             startup_bytes = loading.startup_bytes(workload, machine.local_ranks)
 
-            def need_on(inside: Machine) -> Need:
-                asked = refusal is None
-                return _most_on_host(plan_on, inside, loading, startup_bytes=startup_bytes, asked=asked)[1]
+            def need_on(where: Machine) -> Need:
+                any_will_do = None if where is machine else startup_bytes  # of the whole host, with its plan
+                return _most_on_host(plan_on, where, loading, startup_bytes=any_will_do, asked=refusal is None)[1]
 
-            need = beside_workspace(need_on, workload, machine)
-            if need.plan is None or need.plan.nvme_budget_bytes:
+            def on_disks_of(found: Need) -> bool:
+                return found.plan is None or found.plan.nvme_budget_bytes > 0
+
+            need = beside_workspace(need_on, workload, machine, on_disks_of)
+            if on_disks_of(need):
                 need = replace(need, workspace_bytes=workspace_bytes(workload))
         elif on_disks:
             plan_with = partial(plan_once, function, workload)

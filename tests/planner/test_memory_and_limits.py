@@ -18,7 +18,7 @@ from pstar_sim.catalog.overrides import override
 from pstar_sim.core.plan import ANY_PLAN
 from pstar_sim.core.slabs import host_payloads, pack_slabs
 from pstar_sim.core.step import Place
-from pstar_sim.core.workspace import WORKSPACE, workspace_bytes
+from pstar_sim.core.workspace import WORKSPACE, with_host_budget, workspace_bytes
 from pstar_sim.errors import PstarError
 from pstar_sim.planner import memory_needs
 from pstar_sim.planner.compare import plan_and_play
@@ -338,6 +338,23 @@ def test_with_disks_the_need_is_that_of_the_smallest_plan() -> None:
     assert shortage("tide", w, beside_disks(2000 * MB + short.needed_bytes, 10 * GB), settings) is None
     less = shortage("tide", w, beside_disks(1999 * MB + short.needed_bytes, 10 * GB), settings)
     assert less is not None and less.needed_bytes == short.needed_bytes
+
+
+@pytest.mark.parametrize("policy", ["zero_offload", "tide"])
+def test_a_job_that_leaves_the_disks_alone_needs_no_more_of_the_host_with_them(policy: str) -> None:
+    """As much as without disks; with a byte less, the host is refused or the disks are used, beside the workspace."""
+    w, settings = preset("gpt2", batch=1, seq=64), ps.Settings()
+    bare, disks = ps.machine("rtx4090"), beside_disks("5GB", 10 * GB).nvme
+    need_bytes = memory_need(policy, w, bare, settings, fewest=False).host_bytes
+    enough, less = (with_host_budget(replace(bare, nvme=disks), size) for size in (need_bytes, need_bytes - 1))
+    plan, _ = plan_and_play(find_policy(policy), w, enough, settings, loading=WHOLE)
+    assert (plan.nvme_budget_bytes, plan.buffers, plan.machine) == (0, (), enough)
+    need = memory_need(policy, w, enough, settings, fewest=False)
+    assert (need.host_bytes, need.workspace_bytes) == (need_bytes, 0)
+    assert need_of_plan(plan).host_bytes <= need_bytes
+    short = planned(policy, w, less, settings)
+    assert (short is None) == (shortage(policy, w, less, settings) is None)
+    assert short is None or short.needed_bytes > less.host_budget_bytes
 
 
 def test_of_a_host_of_one_byte_beside_disks_the_weights_that_are_loaded_are_named() -> None:
