@@ -27,6 +27,7 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.plan_set import Meeting, PlanSet, Share, meetings_of, sums_of
 from pstar_sim.core.set_file import read_plans, save_set
 from pstar_sim.core.step import Kind, Place, Queue, Ref
+from pstar_sim.core.workspace import WORKSPACE, workspace_bytes
 from pstar_sim.cost import CostModel, cost_of, expected_link
 from pstar_sim.errors import CannotPlan, DoesNotFit, ModelError, PlanError, PstarError
 from pstar_sim.planner.cheapest import Cheapest, cheapest
@@ -411,6 +412,20 @@ def test_words_that_are_not_what_the_stages_do(words: str, said: str) -> None:
     prove_set(plans)
     with pytest.raises(PlanError, match=said):
         prove_set(replace(plans, parallelism=Parallelism.parse(words)))
+
+
+def test_plans_of_stages_on_disks_leave_room_for_the_workspace() -> None:
+    """Of 50 MB for each of four; the second stage needs no disks, and its plan counts none."""
+    small = load_machine("a100-40x8", gpus=4, gpu_memory="2.0GB")
+    few = replace(small, host=replace(small.host, memory_bytes=small.host.reserved_bytes + 200 * 10**6))
+    once = plan_stages(replace(JOB, model="gpt2"), few, "tide", Parallelism(pipeline=2), again=False)
+    for plans in (once.plans, planned_again(once, "tide", Settings()).plans):
+        assert [plan.nvme_budget_bytes > 0 for plan in plans.plans] == [True, False]
+        for plan in plans.plans:
+            beside = (WORKSPACE, Place.HOST, workspace_bytes(plan.workload))
+            assert plan.buffers == ((beside,) if plan.nvme_budget_bytes else ())
+            assert plan.host_budget_bytes == plan.machine.host_budget_bytes == 50 * 10**6
+        prove_set(plans)
 
 
 def test_a_stage_has_its_part_of_the_node(node: Machine) -> None:
