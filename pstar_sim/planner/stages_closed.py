@@ -17,11 +17,10 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.cost import Computing
 from pstar_sim.errors import ModelError
 from pstar_sim.planner.jobs import Job
-from pstar_sim.planner.memory_needs import bytes_of_all, may_use_disks
+from pstar_sim.planner.memory_needs import bytes_of_all
 from pstar_sim.planner.stages_cut import Cut
 from pstar_sim.planner.stages_degrees import Way
 from pstar_sim.planner.stages_machines import machine_of_stage
-from pstar_sim.policy.registry import Policy
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.pipeline import cells_of, peak_in_schedule
 from pstar_sim.workload.presets.shared import Stage
@@ -42,16 +41,15 @@ class Closed:
     alike: bool = False
 
 
-def beyond_all(job: Job, machine: Machine, policies: Iterable[str | Policy]) -> str:
+def beyond_all(job: Job, machine: Machine) -> str:
     """Why no way has room; "" if one may."""
     assert job.model is not None and job.seq is not None
     entry, axes = model_entry(job.model), job.but(dtype=job.dtype_on(machine)).given
     whole = shortened(entry, Stage(layers=range(entry.layers)), batch=1, sequence=job.seq, **axes)
-    needed_bytes, disks = whole.model_bytes, any(map(may_use_disks, policies)) and machine.nvme is not None
-    all_bytes = bytes_of_all(machine, disks=disks)
+    needed_bytes, all_bytes = whole.model_bytes, bytes_of_all(machine)
     if needed_bytes <= all_bytes:
         return ""
-    places = "all GPUs, hosts and disks" if disks else "all GPUs and hosts"
+    places = "all GPUs and hosts" if machine.nvme is None else "all GPUs, hosts and disks"
     return (
         f"do not fit: weights and optimizer states take {format_bytes(needed_bytes)}, and {places} together have "
         f"{format_bytes(all_bytes)}"

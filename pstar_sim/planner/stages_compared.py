@@ -412,7 +412,7 @@ class _Asked:
         """For activations, as far as they are counted."""
         if self.alone:
             return [Closed(way=way) for way in ways]
-        if words := beyond_all(self.job, self.machine, self.policies.values()):
+        if words := beyond_all(self.job, self.machine):
             missing[words] = [f"all {format_count(len(ways), 'way')}"]
             return []
         counts, left = not any(map(self._searches, self.policies)), list[Closed]()

@@ -1288,6 +1288,15 @@ class TestOtherQuestions:
         (row,) = compare_stages(job, machine, ["tide"], ways[-1:]).rows
         assert not row.fits
 
+    @pytest.mark.parametrize("policy", ["tide", "l2l"])
+    def test_disks_hold_what_is_beyond_gpus_and_hosts_without_an_option(self, policy: str) -> None:
+        machine = load_machine("a100-40x8", gpus=2, gpu_memory="1.4GB", host_memory="16.8GB")
+        job = replace(JOB, model="gpt2", micro_batches=1)
+        ways, _ = ways_of(job, machine, "auto")
+        rows = compare_stages(job, machine, [policy], ways).rows
+        assert rows and rows[0].fits
+        assert not compare_stages(job, replace(machine, nvme=None), [policy], ways).rows
+
     def test_a_sweep_over_parallelism(self) -> None:
         grid = {
             "model": "tiny-gpt2", "machine": "a100-40x8", "batch": 8, "seq": 64, "policy": ["all_on_gpu"],
