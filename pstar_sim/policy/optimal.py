@@ -159,10 +159,10 @@ def _others(
         if able.reorders and workload.order.of_loop and len(orders) == 1:
             continue
         reordered = able.reorders or not workload.order.of_loop
-        alike = (f for f in own if reordered is not f.plan.workload.order.of_loop)
-        least_s = max((_closed_s(able, f, machine) for f in alike), default=0.0)
-        if best_s < least_s:
-            remember_least_s(policy, workload, machine, settings, least_s)
+        alike = [f for f in own if reordered is not f.plan.workload.order.of_loop]
+        if best_s < max((_closed_s(able, f, machine) for f in alike), default=0.0):
+            surely_s = max(_closed_s(able, f, machine, surely=True) for f in alike)
+            remember_least_s(policy, workload, machine, settings, surely_s)
             continue
         try:
             plan = plan_once(policy, workload, machine, settings)
@@ -174,12 +174,12 @@ def _others(
         yield SearchResult(seconds, name, plan)
 
 
-def _closed_s(able: Capabilities, own: SearchResult, machine: Machine) -> float:
+def _closed_s(able: Capabilities, own: SearchResult, machine: Machine, *, surely: bool = False) -> float:
     """0 if the policy streams or, on several GPUs, may slice or pin otherwise."""
     without_pins_s, with_any_s = (0.0, 0.0) if machine.mixed else own.rivals_s
     alone = machine.data_parallel_size == 1 and not able.streams_states
     return max(
-        own.pins_alone_s if alone or able.point is not None else 0.0,
+        (with_any_s if surely else own.pins_alone_s) if alone or able.point is not None else 0.0,
         without_pins_s if able.cpu_updates else 0.0,
         with_any_s if able.near is not None else 0.0,
     )
