@@ -136,7 +136,7 @@ class Catalog:
 
     def _known_machines(self, name: str) -> list[str]:
         """In the catalog, for 8xa100-80, and a GPU alone, such as H100 or 8 x H100: all machines that have so many of
-        it."""
+        it. Raises UnknownName where machines have another number, or another name."""
         number = re.fullmatch(r"(\d{1,3}) ?[x*] ?(.+)|(.+?) ?[x*] ?(\d{1,3})", name)  # more are a model: rtx3090
         gpu, count = (name, "1") if number is None else (number[2] or number[3], number[1] or number[4])
         for known in (spelled(name, self.machines), spelled(f"{gpu}x{count}", self.machines)):
@@ -144,13 +144,20 @@ class Catalog:
                 return [known]
         word = re.sub("(sxm[2-6]?|gb)$", "", letters(gpu))
         word = f"rtx{word}" if word.isdecimal() else word
-        return [
-            known
+        alike = {
+            known: entry.values.gpus
             for known, entry in self.machines.items()
-            if entry.values.gpu is not None and entry.values.gpus == int(count)
-            if word in (letters(entry.values.gpu), letters(entry.values.gpu.split("-")[0]))
-            and known.startswith(word[:4])
-        ]
+            if entry.values.gpu is not None
+            and word in (letters(entry.values.gpu), letters(entry.values.gpu.split("-")[0]))
+        }
+        same = [known for known, gpus in alike.items() if gpus == int(count)]
+        named = [known for known in same if known.startswith(word[:4])]
+        if alike and not same:
+            hint = f"with --gpus {count}, and what differs by --gpu-memory, --host-memory and --set"
+            raise UnknownName("machine", name, tuple(alike), hint, guess=False)
+        if same and not named:
+            raise UnknownName("machine", name, tuple(same), _OTHER_MACHINE)
+        return named
 
     def machine(self, name: str) -> Machine:
         """Raises UnknownName, and CatalogError for a part in no table."""

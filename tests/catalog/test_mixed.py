@@ -62,5 +62,5 @@ def test_gpus_that_differ_are_not_multiplied() -> None:
 
 
 def test_an_unknown_machine_stays_one() -> None:
-    with pytest.raises(UnknownName, match="unknown machine 'v100-16x2'; did you mean"):
+    with pytest.raises(UnknownName, match="unknown machine 'v100-16x2'; known: v100-16, v100-16x8"):
         load_machine("v100-16x2")

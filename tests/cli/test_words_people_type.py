@@ -111,8 +111,8 @@ def test_values_of_flags_have_other_names_elsewhere(
     assert rows[0] == rows[1]
 
 
-def test_more_gpus_than_any_machine_has_are_unknown() -> None:
-    with pytest.raises(UnknownName, match=r"'7xa100-80'; did you mean a100-80"):
+def test_another_number_of_gpus_names_the_flag() -> None:
+    with pytest.raises(UnknownName, match=r"'7xa100-80'; known: a100-80, a100-80x8 \(with --gpus 7, "):
         load_machine("7xa100-80")
 
 
@@ -145,6 +145,8 @@ def test_more_gpus_than_any_machine_has_are_unknown() -> None:
         (["--seq", "0k"], "argument --seq: must be at least 1 and less than a billion, not 0k"),
         (["--machine", "A100"], "unknown machine 'A100'; did you mean a100-40, a100-80? ("),
         (["--machine", "8xA100"], "unknown machine '8xA100'; did you mean a100-80x8, a100-40x8? ("),
+        (["--machine", "2x3090"], "unknown machine '2x3090'; known: rtx3090-64gb, rtx3090x8 (with --gpus 2, "),
+        (["--machine", "16xV100"], "unknown machine '16xV100'; known: dgx2 ("),
     ],
 )
 def test_what_is_not_modelled_is_said_in_one_line(
