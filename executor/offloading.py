@@ -43,10 +43,9 @@ from pstar_sim.catalog.loader import load_machine, resize, with_disks
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.overrides import override
 from pstar_sim.core.plan import Plan, Settings
-from pstar_sim.core.workspace import planned_beside_workspace
 from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import ContractError, DoesNotFit, ModelError, PstarError
-from pstar_sim.policy.registry import find_policy
+from pstar_sim.policy.registry import plan_to_run
 from pstar_sim.units import MIB
 from pstar_sim.workload.optimizers import MASTER_LIST, MASTERS
 from pstar_sim.workload.workload import Workload, repeat_micro_batch, with_optimizer
@@ -229,8 +228,7 @@ def plan_for(workload: Workload, request: Request, *, micro_batches: int, settin
             dtype = DTYPES[whole.dtype]
             plain = count == 1 and whole.optimizer.masters == MASTERS[1] and dtype.can_sum and not dtype.scaled
             settings = replace(settings, sums="16-bit" if plain else Settings.sums)  # as torch adds gradients up
-            policy = find_policy(request.policy)
-            made[0] = planned_beside_workspace(lambda where: policy(whole, where, settings), whole, machine)
+            made[0] = plan_to_run(request.policy, whole, machine, settings)
         except PstarError as error:  # every process raises the error below
             if isinstance(error, DoesNotFit) and whole.notes:
                 error = error.restated(what=f"{error.what}; {whole.notes}")

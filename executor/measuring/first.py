@@ -1,9 +1,9 @@
 """The tide of a run's first iteration, measured and compared with the plan's, moment by moment.
 
 A trace may be wrong: an operator keeps memory that its fake version does not show, the device has other kernels, the
-loop keeps other tensors. So the first iteration on plan, with its batch, is counted operator by operator
-(`moments/live_bytes.py`), at some microseconds each. If a moment holds more than planned, the same policy makes a new
-plan from the measured tide, and the iteration after that is counted too.
+loop keeps other tensors. So the first iteration on plan is counted operator by operator (`moments/live_bytes.py`). If a
+moment holds more than planned, the same policy makes a new plan from the measured tide, and the next iteration is
+counted too.
 
 [Note: tolerance] A moment may hold 2 % of the plan's highest tide more than planned, and at least 4 KiB, for a loop's
 own variables (a loss, a mask, the next batch) and another torch: a capture of Llama and a real run differ by 1.4 %,
@@ -38,7 +38,7 @@ from executor.session.weakly import weakly
 from pstar_sim.core.plan import Plan
 from pstar_sim.errors import DoesNotFit, PlanError, UnknownName
 from pstar_sim.policy.kit.points import Point
-from pstar_sim.policy.registry import find_policy, policy_at
+from pstar_sim.policy.registry import find_policy, plan_to_run, policy_at
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 
@@ -324,10 +324,10 @@ class FirstIteration(Standing):  # type: ignore[no-untyped-call]
         try:
             spec = former.policy
             try:
-                policy = find_policy(spec)
+                find_policy(spec)
             except UnknownName:  # the policy is the user's own function
-                policy, spec = find_policy(OTHERWISE), OTHERWISE
-            plan = policy(workload, with_gpu_budget(former.machine, budget), former.settings)
+                spec = OTHERWISE
+            plan = plan_to_run(spec, workload, with_gpu_budget(former.machine, budget), former.settings)
             check_gpu_memory(plan, backend, plan.gpu_budget_bytes)
             with unseen():
                 self._renew(plan)

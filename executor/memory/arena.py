@@ -73,8 +73,7 @@ class Arena:
         self.unsettled: dict[int, weakref.WeakMethod[Callable[[int], None]]] = {}
 
     def allocate_slabs(self) -> None:
-        """All host memory and room on disks at once, after `check_host_memory`. Raises DoesNotFit, and gives the rest
-        back, if memory is refused; DiskError where a folder has no room."""
+        """All host memory and room on disks at once. Raises DoesNotFit or DiskError, with nothing taken."""
         self.backend.begin(self.plan)
         self.disks.allocate()
         try:

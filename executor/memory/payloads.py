@@ -267,11 +267,11 @@ class HostSlabs:
 class DiskPayloads:
     """Payloads on disks, in slots of files made once.
 
-    folders: None where the plan keeps nothing on disks.
+    folders: None where the plan keeps nothing on disks, else PlanError.
 
     [Note: windows] A step reads or writes a whole list; other code wants views of single tensors. `at` gives it a
     window: the whole list, read into the pool. One whose checksum has changed is written when it leaves, for another or
-    before a step. Nothing but steps moves while steps run, and nobody uses more than `WINDOWS` at once.
+    before a step. Nobody uses more than `WINDOWS` at once.
     """
 
     WINDOWS = 3
@@ -280,6 +280,10 @@ class DiskPayloads:
         self.plan = plan
         self.folders = folders
         self._slabs = slabs
+        rows = sorted((r.chunk, r.list) for r in plan.initial if r.place is Place.NVME and r.chunk >= 0)
+        self._sizes = {row: plan.layout.payload_bytes(*row) for row in rows}
+        if rows and folders is None:
+            raise PlanError(f"the plan by {plan.policy} keeps lists on disks, and the run has no folder for them")
         self._store: DiskStore[tuple[int, str]] | None = None
         self._windows: OrderedDict[tuple[int, str], torch.Tensor] = OrderedDict()
         self._lock = threading.RLock()
@@ -290,13 +294,8 @@ class DiskPayloads:
 
     def allocate(self) -> None:
         """Raises DiskError where a folder has no room."""
-        layout, rows = self.plan.layout, [r for r in self.plan.initial if r.place is Place.NVME and r.chunk >= 0]
-        if not rows:
-            return
-        if self.folders is None:
-            raise PlanError(f"the plan by {self.plan.policy} keeps lists on disks, and the run has no folder for them")
-        sizes = {(r.chunk, r.list): layout.payload_bytes(r.chunk, r.list) for r in sorted(rows)}
-        self._store = DiskStore(self.folders, sizes, lambda key: f"{key[1]} of chunk {key[0]}")
+        if self._sizes and self.folders is not None:
+            self._store = DiskStore(self.folders, self._sizes, lambda key: f"{key[1]} of chunk {key[0]}")
 
     def _open(self) -> DiskStore[tuple[int, str]]:
         assert self._store is not None, "a list moved to disks, and the plan has none there"

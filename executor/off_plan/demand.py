@@ -28,7 +28,7 @@ from executor.session.following import Following
 from executor.session.standstill import Standstill
 from pstar_sim.core.plan import Plan
 from pstar_sim.errors import OutOfMemory
-from pstar_sim.policy.registry import find_policy
+from pstar_sim.policy.registry import plan_to_run
 from pstar_sim.workload.workload import Phase
 
 
@@ -178,9 +178,9 @@ class Demand:
             return None
         self.in_a_row = 0
         plan = self.run.plan
-        policy = find_policy(plan.policy)
         backwards, self._backwards = max(self._backwards, self.state.now.given), 0
-        return policy(self.batches.workload_of_last(backwards), plan.machine, plan.settings)
+        workload = self.batches.workload_of_last(backwards)
+        return plan_to_run(plan.policy, workload, plan.machine, plan.settings)
 
     # -- evaluation between iterations --------------------------------------------------------------------------------
 

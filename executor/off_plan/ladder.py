@@ -2,7 +2,7 @@
 
 The iteration ends on demand (`demand.py`): unused working lists leave, then optimizer states of pinned chunks, and the
 memory is requested again. After the optimizer step the first rung that fits makes the next plan: [Note: rungs] in
-rungs.py. Nothing is computed twice or lost.
+rungs.py. Nothing is lost.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from executor.session.reader import Reader
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
 from pstar_sim.errors import DoesNotFit, OutOfMemory
-from pstar_sim.policy.registry import find_policy
+from pstar_sim.policy.registry import plan_to_run
 from pstar_sim.python310 import add_note
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Phase, Workload
@@ -135,9 +135,8 @@ class Ladder(Sequence[Rung]):
     def recover(self, error: OutOfMemory | torch.OutOfMemoryError) -> None:
         """Recover from a refusal of memory whose error reached the loop (a CUDA allocation inside an operator; on a
         virtual accelerator the guard handles it). The iteration's gradients are dropped, the next plan is for less
-        memory, and the loop runs the micro-batches again, as `executor.training.train_step` does. Operators are watched
-        from then on. Raises the error itself where eager updates of this iteration have been made, and PlanError on
-        several ranks, which wait for each other."""
+        memory, and the loop runs the micro-batches again. Operators are watched from then on. Raises the error where
+        eager updates of this iteration have been made, and PlanError on several ranks."""
         state, shortage, arena = self.state, self.shortage, self.state.run.arena
         backend = arena.backend
         if self.reader.updates.begun and state.ranks is None:
@@ -236,7 +235,7 @@ class Ladder(Sequence[Rung]):
 
     def replan(self) -> None:
         """Make the next plan, by the first rung that fits. Raises DoesNotFit if none does: the session then stands
-        between two iterations with the values of the last whole one, and tries again after the next."""
+        between two iterations with the values of the last whole one."""
         state, plan = self.state, self.state.run.plan
         assert not self.cursor.inside and not self.cursor.visiting
         self.shortage.given_up = False
@@ -267,7 +266,7 @@ class Ladder(Sequence[Rung]):
     def _try_rung(self, level: int, spec: str, workload: Workload, budget: int) -> DoesNotFit | None:
         state, run, shortage = self.state, self.state.run, self.shortage
         try:
-            plan = find_policy(spec)(workload, with_gpu_budget(run.plan.machine, budget), run.plan.settings)
+            plan = plan_to_run(spec, workload, with_gpu_budget(run.plan.machine, budget), run.plan.settings)
             check_gpu_memory(plan, run.backend, plan.gpu_budget_bytes)
             self._renew(plan)
         except DoesNotFit as error:

@@ -1,8 +1,7 @@
 """Batches that need more memory than the plan has.
 
 Between two iterations the same policy makes a plan for such a batch and those of the old plan; a later micro-batch runs
-on demand, with the new plan before the next iteration. Where no plan fits, it runs on demand if it can, else it is
-refused.
+on demand first. Where no plan fits, it runs on demand if it can, else it is refused.
 
 The n-th new plan comes after 2**n outgrown batches, except for one that cannot run otherwise.
 """
@@ -19,7 +18,7 @@ from executor.off_plan.shortage import Shortage
 from executor.session.forms import Form, covers
 from pstar_sim.core.plan import Plan
 from pstar_sim.errors import DoesNotFit, PstarError
-from pstar_sim.policy.registry import find_policy
+from pstar_sim.policy.registry import plan_to_run
 from pstar_sim.workload.workload import Workload
 
 log = logging.getLogger("executor")
@@ -96,7 +95,7 @@ class Outgrown:
         try:
             with unseen():
                 workload, holds = _for_both(batches.workload_of(batch, old.workload.micro_batches), old.workload)
-                plan = find_policy(old.policy)(workload, old.machine, old.settings)
+                plan = plan_to_run(old.policy, workload, old.machine, old.settings)
         except PstarError as error:
             why = why_not(shape, error)
         else:

@@ -7,7 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 
-from pstar_sim.core.plan import Settings
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.workspace import planned_beside_workspace
 from pstar_sim.errors import CannotPlan, PstarError, UnknownName
 from pstar_sim.policy.kit.capabilities import Capabilities, capabilities_of
 from pstar_sim.policy.kit.options import Specified, specified, split_spec
@@ -20,7 +22,7 @@ from pstar_sim.workload.workload import Workload
 
 __all__ = [
     "ENTRY_POINTS", "STAGED", "Policy", "built_in", "can", "can_follow", "find_policy", "is_built_in", "keeps_order",
-    "named", "own_words", "policies", "policy_at", "policy_name", "reorders",
+    "named", "own_words", "plan_to_run", "policies", "policy_at", "policy_name", "reorders",
 ]  # fmt: skip
 
 ENTRY_POINTS = "pstar.policies"
@@ -68,6 +70,12 @@ def is_built_in(policy: Policy) -> bool:
 def can(policy: str | Policy) -> Capabilities:
     """Raises the errors of `find_policy`."""
     return capabilities_of(find_policy(policy) if isinstance(policy, str) else policy)
+
+
+def plan_to_run(spec: str, workload: Workload, machine: Machine, settings: Settings) -> Plan:
+    """With its workspace. Raises the errors of `find_policy`, and the policy's."""
+    policy = find_policy(spec)
+    return planned_beside_workspace(lambda where: policy(workload, where, settings), workload, machine)
 
 
 def sharded_as(policy: str | Policy, shard: str | None) -> str | Policy:

@@ -38,8 +38,9 @@ from pstar_sim.core.effects import CATEGORIES, NON_MODEL, category_of
 from pstar_sim.core.ledger import PLACES, WIDTH, Moves
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place, Queue
+from pstar_sim.core.workspace import with_host_budget, workspace_bytes
 from pstar_sim.errors import DoesNotFit
-from pstar_sim.policy.registry import find_policy
+from pstar_sim.policy.registry import find_policy, plan_to_run
 from pstar_sim.testing import round_machine
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
@@ -271,7 +272,7 @@ def plan_on_disks(
     effort: float = LITTLE_EFFORT,
 ) -> Plan:
     """policy: also options of zero_infinity alone.
-    host_share: host memory, as a share of all parameters and states; None: enough without disks.
+    host_share: host memory beside the workspace, as a share of all parameters and states; None: enough without disks.
     beside: whether the disks read while they write.
     """
     model, draw = build(name, checkpointing=True)
@@ -281,11 +282,11 @@ def plan_on_disks(
     machine = replace(small_machine(w.peak_non_model_bytes + int(3.0 * params)), nvme=BESIDE if beside else DISKS)
     if host_share is not None:
         bytes_each = 16 if dtype == torch.float32 else 14
-        host_bytes = int(host_share * bytes_each * params / dtype.itemsize) + machine.host.reserved_bytes
-        machine = replace(machine, host=replace(machine.host, memory_bytes=host_bytes))
+        host_bytes = int(host_share * bytes_each * params / dtype.itemsize)
+        machine = with_host_budget(machine, host_bytes + workspace_bytes(w))
     small = "subgroup=30000,bucket=20000,reuse=20000"
     spec = f"zero_infinity:{policy},{small}" if policy.startswith(("params=", "states=")) else policy
-    return find_policy(spec)(w, machine, Settings(clip=clip, effort=effort, chunk_bytes=chunk_bytes))
+    return plan_to_run(spec, w, machine, Settings(clip=clip, effort=effort, chunk_bytes=chunk_bytes))
 
 
 @dataclass

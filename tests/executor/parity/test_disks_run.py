@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 import errno
+import itertools
 import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import executor
 from executor.devices.backend import VirtualBackend
 from executor.disks.folders import DiskFolders
 from executor.disks.store import DiskStore
 from executor.memory.payloads import DiskPayloads, HostSlabs
+from pstar_sim.core.plan import Settings
 from pstar_sim.core.slabs import PAGE_BYTES, pool_key, pool_peak_bytes, pooled_payloads
 from pstar_sim.core.step import Kind, Place, Queue
-from pstar_sim.errors import DiskError, PlanError
+from pstar_sim.core.workspace import WORKSPACE, with_host_budget, workspace_bytes
+from pstar_sim.errors import DiskError, DoesNotFit, Interrupted, PlanError
+from pstar_sim.policy.registry import plan_to_run
 
 STEPS = 3
 
@@ -251,6 +258,125 @@ def test_a_checkpoint_holds_what_is_on_disks(kit: Any, start: Callable[..., Any]
     for values, kept in states[1:]:
         assert all(torch.equal(values[key], value) for key, value in states[0][0].items())
         assert all(torch.equal(kept[i][key], value) for i, row in states[0][1].items() for key, value in row.items())
+
+
+class Tower(torch.nn.Module):
+    """4.7 M parameters: 76 MB of model data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(768, 768) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def memory_bytes(name: str) -> int:
+    """name: VmRSS, or VmHWM, the most since it was reset."""
+    rows = dict(row.split(":") for row in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(rows[name].split()[0])
+
+
+def test_a_longer_batch_takes_no_more_memory_than_either_plan(kit: Any, tmp_path: Path) -> None:
+    """All values pass through the disks on their way into the new plan, which leaves room for the workspace."""
+    torch.manual_seed(0)
+    model = Tower()
+    twin = copy.deepcopy(model)
+    w = kit.workload_of(model, {"x": torch.randn(16, 768)})
+    data_bytes = 4 * sum(t.bytes for t in w.tensors)
+    host_bytes = data_bytes // 4 + workspace_bytes(w)
+    machine = replace(kit.small_machine(5 * w.peak_non_model_bytes + data_bytes // 4), nvme=kit.DISKS)
+    settings = Settings(clip=True, effort=kit.LITTLE_EFFORT)
+    first = plan_to_run("tide", w, with_host_budget(machine, host_bytes), settings)
+    spec = executor.AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=0.5)
+    model, optimizer = executor.prepare(model, first, spec, disks=[tmp_path], watchdog_s=5.0)
+    session, reference = optimizer.session, kit.Reference(twin, 1e-3, 0.1, 0.5)
+    for rows in (16, 64, 64, 16):
+        batch = {"x": torch.randn(rows, 768)}
+        expected = kit.loss_of(reference.model, batch)
+        expected.backward()
+        reference.step()
+        before = memory_bytes("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")
+        loss = kit.loss_of(model, batch)
+        assert memory_bytes("VmHWM") - before < data_bytes // 2
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert float(loss.detach()) == float(expected.detach())
+    plan = session.plan
+    assert plan.workload.batch == 64 and session.outgrown.plans == 1
+    assert (WORKSPACE, Place.HOST, workspace_bytes(plan.workload)) in plan.buffers
+    values = model.state_dict()
+    for key, parameter in twin.named_parameters():
+        assert torch.equal(values[key], parameter.detach()), key
+    session.close(restore=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_new_plan_without_room_leaves_the_session_as_it_was(
+    kit: Any, start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused are the file between two plans, then the new plan's files and its host memory, after the former plan's
+    have been given back."""
+    both, states = (
+        kit.plan_on_disks("mlp", where, micro_batches=1, clip=True)
+        for where in ("params=nvme,states=nvme", "states=nvme")
+    )
+    run = start("mlp", "zero_infinity", plan=both, disks=[tmp_path], clip=0.5, checkpointing=True)
+    session = run.session
+
+    def refuse_after(count: int, owner: Any, name: str, error: Exception) -> None:
+        calls, real = itertools.count(), getattr(owner, name)
+
+        def move(*given: Any) -> Any:
+            if next(calls) == count:
+                raise error
+            return real(*given)
+
+        monkeypatch.setattr(owner, name, move)
+
+    def trained() -> None:
+        mine, theirs = kit.train_both(run.model, run.reference, run.optimizer, run.batches, steps=1, micro_batches=1)
+        assert mine == theirs
+
+    trained()
+    full, none = OSError(errno.ENOSPC, "No space left on device"), RuntimeError("no memory")
+    for count, owner, name, error, refusal in (
+        (0, os, "posix_fallocate", full, DiskError),
+        (1, os, "posix_fallocate", full, DiskError),
+        (0, session.backend, "host_slab", none, DoesNotFit),
+    ):
+        refuse_after(count, owner, name, error)
+        with pytest.raises(refusal, match=r"has no room|no memory"):
+            session.renew(states)
+        monkeypatch.undo()
+        assert session.plan is both
+        trained()
+    for plan in (states, both):
+        session.renew(plan)
+        assert session.plan is plan
+        trained()
+    assert session.deviations == 0
+    read = DiskStore.read
+
+    def lose(store: DiskStore[Any], key: Any, target: torch.Tensor) -> None:
+        if len(key) == 3:  # of a value between two plans
+            raise DiskError(f"{store.named(key)} cannot be read; continue from the last checkpoint")
+        read(store, key, target)
+
+    monkeypatch.setattr(DiskStore, "read", lose)
+    with pytest.raises(
+        Interrupted, match=r"some are lost: param of .* cannot be read; continue from the last checkpoint"
+    ):
+        session.renew(states)
+    monkeypatch.undo()
+    with pytest.raises(Interrupted, match="some are lost"):
+        kit.loss_of(run.model, next(run.batches))
+    session.close(restore=False)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_holes_of_the_pool_give_their_pages_back(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
