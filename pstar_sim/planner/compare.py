@@ -33,7 +33,7 @@ from pstar_sim.planner.trust import Trust, trust, validation_digest
 from pstar_sim.planner.utilization import tflops_and_mfu
 from pstar_sim.policy.kit.sharing import least_known_s, plan_once, plans_shared, remember_s
 from pstar_sim.policy.kit.ties import AS_FAST, burden, least_of
-from pstar_sim.policy.registry import Policy, can, can_follow, find_policy, is_built_in, policy_name
+from pstar_sim.policy.registry import Policy, built_in, can, can_follow, find_policy, is_built_in, policy_name
 from pstar_sim.renderers import render_html
 from pstar_sim.sim.play import peaks_of_ranks, play
 from pstar_sim.units import format_s
@@ -432,10 +432,31 @@ def _fastest(
         if best is None or timeline.iteration_s < best[1].iteration_s:
             best = plan, timeline, own, there
     if best is not None:
-        return best
+        plan, timeline, chosen, there = best
+        return (*_with_rivals(policy, name, there, plan, timeline), chosen, there)
     if reason is not None:
         raise reason
     return (*job.planned(policy, name), None, job)
+
+
+def _with_rivals(policy: Policy, name: str, job: _Question, plan: Plan, timeline: Timeline) -> tuple[Plan, Timeline]:
+    """A policy that tries the others does so as if all GPUs computed what the hardest job of one takes. Those below its
+    seconds are played with the job of each."""
+    if policy not in built_in().values() or not can(policy).tries_others:
+        return plan, timeline
+    own_s, machine = timeline.iteration_s, without_workspace(job.share.workload, job.machine)
+    for rival, others_plan in built_in().items():
+        if not 0 < least_known_s(others_plan, job.share.workload, machine, job.settings) < own_s:
+            continue
+        try:
+            other, played = job.planned(others_plan, name)
+        except (CannotPlan, DoesNotFit):
+            continue
+        if played.iteration_s * (1 + AS_FAST) < timeline.iteration_s:
+            words = f"that of {rival}: {format_s(played.iteration_s)}, {name}'s own {format_s(own_s)}"
+            other = replace(other, policy=plan.policy, choices={**other.choices, "schedule": words})
+            plan, timeline = other, played.labelled(name)
+    return plan, timeline
 
 
 def _certificate(proof: Certifier, plan: Plan, workload: Workload) -> Certificate:

@@ -131,6 +131,19 @@ def test_optimal_has_the_fastest_shares() -> None:
     found["optimal"].plan.check()
 
 
+@pytest.mark.whole
+def test_optimal_takes_a_rivals_plan_that_is_faster_with_all_gpus_together() -> None:
+    """As if both GPUs were the slower one, its own plan is the fastest."""
+    machine = ps.machine("v100-32x1+rtx5090-128gbx1", gpu_memory="3GB")
+    job = ps.preset("gpt2", batch=2, seq=256, micro_batches=4)
+    found = compare(job, machine, policies=["optimal"], near=False, update="eager", clip=False)["optimal"]
+    words = re.fullmatch(r"that of (\w+): (.+), optimal's own (.+)", str(found.plan.choices["schedule"]))
+    assert words is not None and words[2] != words[3] and found.plan.policy == "optimal"
+    rival = compare(job, machine, policies=[words[1]], near=False, update="eager", clip=False)[words[1]]
+    assert found.timeline.iteration_s <= rival.timeline.iteration_s
+    found.plan.check()
+
+
 def test_a_job_with_shares_of_its_own_keeps_them() -> None:
     """No function cuts the job, which is no preset."""
     plan = compare([job(6)] * 2, two_and_one(), policies=["optimal"])["optimal"].plan
