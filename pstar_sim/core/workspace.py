@@ -50,11 +50,12 @@ def without_workspace(workload: Workload, machine: Machine) -> Machine:
     """One object for the same two, with disks."""
     if machine.nvme is None:
         return machine
-    known = workload.derived.get(_INSIDE)
-    if not (isinstance(known, tuple) and known[0] is machine):
+    known = workload.derived.setdefault(_INSIDE, {})
+    assert isinstance(known, dict)
+    if id(machine) not in known:
         budget_bytes = max(1, machine.host_budget_bytes - workspace_bytes(workload))
-        workload.derived[_INSIDE] = known = machine, with_host_budget(machine, budget_bytes)
-    inside: Machine = known[1]
+        known[id(machine)] = machine, with_host_budget(machine, budget_bytes)  # kept, so no other machine has its id
+    inside: Machine = known[id(machine)][1]
     return inside
 
 

@@ -13,8 +13,8 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.workload.workload import Workload
 
-# Key of `Workload.derived`, for (policy, settings, id of the machine) -> (machine, plan or refusal), and for plan ->
-# seconds per iteration.
+# Key of `Workload.derived`, for (policy, settings, id of the machine) -> (machine, plan or refusal), and for id of a
+# plan's steps, which stay when a plan is moved to another machine -> (steps, seconds per iteration).
 _PLANS = ("plans",)
 _LEAST = ("least seconds",)  # key of the same, for (policy, settings, id of the machine) -> (machine, seconds)
 _MOST_RECORDS = 4  # a plan is followed when it is made, when its memory is asked for, and when it is shown
@@ -60,13 +60,14 @@ def remember_s(plan: Plan, seconds: float) -> None:
     """For `known_s`."""
     known = plan.workload.derived.get(_PLANS)
     if isinstance(known, dict):
-        known[plan] = seconds
+        known[id(plan.steps)] = plan.steps, seconds  # kept, so no other steps have their id
 
 
 def known_s(plan: Plan) -> float | None:
     """Seconds per iteration, if remembered."""
     known = plan.workload.derived.get(_PLANS)
-    return known.get(plan) if isinstance(known, dict) else None
+    _, seconds = known.get(id(plan.steps), (None, None)) if isinstance(known, dict) else (None, None)
+    return seconds
 
 
 def remember_least_s(
