@@ -114,6 +114,7 @@ CHANGES: tuple[Change, ...] = (
     *instead("alike", "policy.family.shorter.FEWEST", none_shorter=10**6),
     *instead("alike behind a barrier", "policy.family.shorter.FEWEST_BEHIND_BARRIER", none_shorter=10**6),
     *instead("alike", "policy.family.shorter.SHOWN", 4, 8),
+    *instead("sums, few chunks, small batches", "policy.family.search.AHEAD", (1,), nothing_ahead=()),
     *instead("plenty", "policy.family.search.GOOD_ENOUGH", -1.0, 1e-2),
     *instead("large chunks", "policy.family.search.LARGE", 1e9),
     *instead("large chunks", "policy.family.search.MOST_LARGE", 1, 6),

@@ -31,6 +31,7 @@ class Knobs:
     stay: largest share of the positions over which streamed parameters may stay between two iterations.
     states_first: states go down before parameters that stay, which are given up later.
     waits: `Modes.waiting`, where two gradients may.
+    ahead: chunks fetched ahead at most, None: as the point's `prefetch`.
     """
 
     linger: bool = True
@@ -39,6 +40,7 @@ class Knobs:
     stay: float = 1.0
     states_first: bool = False
     waits: bool = True
+    ahead: int | None = None
 
 
 class Course:
@@ -87,7 +89,7 @@ class Course:
             room=self.room,
             resident_bytes=self.resident_bytes,
             lead_bytes=knobs.lead_chunks * job.layout.chunk_bytes,
-            prefetch=point.prefetch,
+            prefetch=knobs.ahead or point.prefetch,
             adam=point.adam,
             down=knobs.down,
             states_first=knobs.states_first,

@@ -64,6 +64,8 @@ SUMS_TURNS = ((-1, 1), (1, -1), (-1, 0), (1, 0), (0, 1), (0, -1))
 # A random trial changes pins and streams by at most WANDER times the number of chunks. The search goes downhill from
 # random trials that are slower than the best by at most the factor WANDER_LIMIT.
 WANDER, WANDER_LIMIT = 0.04, 1.02
+# When nothing else is left to try, at most so many chunks are fetched ahead.
+AHEAD = (1, 2)
 USUAL = Knobs()  # knobs with which a search begins
 
 
@@ -392,6 +394,19 @@ class Search:
             self.effort_ops -= max(1, self.count)  # so that a search ends that finds no new trial
             self.here = (seconds * WANDER_LIMIT, best)
             if self.try_one(trial):
+                self._downhill()
+
+    def fetch_later(self, effort_ops: int) -> None:
+        """The best with fewer chunks fetched ahead, each of which may take the link or room from a more urgent copy,
+        and downhill. Needs a trial that fits."""
+        self.effort_ops = effort_ops
+        for ahead in AHEAD if self.job.point.prefetch == "edf" else ():
+            assert self.best is not None
+            if self.good_enough or self.spent:
+                return
+            self.here, (least_s, best) = None, self.best
+            trial = replace(best, knobs=replace(best.knobs, ahead=ahead))
+            if self.try_one(trial) and self.tried[trial] != least_s:
                 self._downhill()
 
     def _others(self, best: Trial) -> Iterable[Trial]:

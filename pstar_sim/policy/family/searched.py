@@ -177,6 +177,8 @@ class _Sizes:
             if several or not self._barrier:
                 self._run_on(self.best(), Search.wander, min(round(RANDOM * more), self.left_ops))
             self._continue()
+        if self.left_ops > 0:
+            self._run_on(self.best(), Search.fetch_later, self.left_ops)
 
     def _coarse(self) -> Layout | None:
         job = self.job(self.usual)
