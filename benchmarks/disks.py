@@ -28,7 +28,7 @@ from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from _results import write_result
 
@@ -116,23 +116,42 @@ def measure(folder: Path) -> list[dict[str, object]]:
 
 
 ON_DISKS = "zero_infinity:params=nvme,states=nvme,subgroup=1000000"
+
+
+class MemoryJob(NamedTuple):
+    """gpu: its memory.
+    longer: sequence of the batches from the middle on, for which the run plans again.
+    """
+
+    family: str
+    layers: int
+    width: int
+    dtype: str
+    gpu: str
+    policy: str
+    micro_batches: int = 1
+    longer: int | None = None
+
+
 MEMORY = {
-    "gpt2 of 29 M, fp32, tide": ("gpt2", 8, 512, "fp32", "90MB", "tide"),
-    "gpt2 of 91 M, fp32, tide": ("gpt2", 8, 960, "fp32", "160MB", "tide"),
-    "gpt2 of 29 M, bf16 with masters, tide": ("gpt2", 8, 512, "bf16", "90MB", "tide"),
-    "llama of 32 M, bf16 with masters, optimal": ("llama", 8, 512, "bf16", "180MB", "optimal"),
-    "llama of 44 M, bf16 with masters, zero_infinity": ("llama", 12, 512, "bf16", "250MB", ON_DISKS),
-    "gpt2 of 29 M, fp32, stronghold": ("gpt2", 8, 512, "fp32", "250MB", "stronghold"),
+    "gpt2 of 29 M, fp32, tide": MemoryJob("gpt2", 8, 512, "fp32", "90MB", "tide"),
+    "gpt2 of 91 M, fp32, tide": MemoryJob("gpt2", 8, 960, "fp32", "160MB", "tide"),
+    "gpt2 of 29 M, bf16 with masters, tide": MemoryJob("gpt2", 8, 512, "bf16", "90MB", "tide"),
+    "llama of 32 M, bf16 with masters, optimal": MemoryJob("llama", 8, 512, "bf16", "180MB", "optimal"),
+    "llama of 44 M, bf16 with masters, zero_infinity": MemoryJob("llama", 12, 512, "bf16", "250MB", ON_DISKS),
+    "gpt2 of 29 M, fp32, stronghold": MemoryJob("gpt2", 8, 512, "fp32", "250MB", "stronghold"),
+    "gpt2 of 29 M, fp32, 4 micro-batches, tide": MemoryJob("gpt2", 8, 512, "fp32", "200MB", "tide", 4),
+    "gpt2 of 29 M, fp32, longer batches, tide": MemoryJob("gpt2", 8, 512, "fp32", "130MB", "tide", longer=96),
 }
-"""Name -> (family, layers, width, dtype, memory of the GPU, policy)."""
 MEMORY_STEPS = 20
+SEQUENCE = 64
 DATA_SHARE = 1 / 4  # of the model data that have room on the host
 DATA_BYTES = {"fp32": 16, "bf16": 14}  # per parameter
 
 
 def write_models(folder: Path, name: str) -> None:
     """Configuration and weights of the job's model, and of one with one layer."""
-    family, layers, width, dtype, _, _ = MEMORY[name]
+    family, layers, width, dtype, *_ = MEMORY[name]
     for count in {1, layers}:
         if family == "gpt2":
             sizes = {"n_layer": count, "n_embd": width, "n_head": 8, "n_positions": 128}
@@ -177,20 +196,25 @@ class Watch:
         return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def planned(weights: Path, disks: Path, dtype: str, gpu_memory: str, policy: str, share: float) -> Plan:
-    workload = capture(f"hf:{weights / 'config.json'}", batch=1, sequence=64, dtype=dtype, checkpointing=True)
-    machine = load_machine("virtual", gpu_memory=gpu_memory, disks=[disks])
+def planned(weights: Path, disks: Path, job: MemoryJob, share: float) -> Plan:
+    workload = capture(
+        f"hf:{weights / 'config.json'}", batch=1, sequence=SEQUENCE, micro_batches=job.micro_batches, dtype=job.dtype,
+        checkpointing=True,
+    )  # fmt: skip
+    machine, policy = load_machine("virtual", gpu_memory=job.gpu, disks=[disks]), job.policy
     params = sum(prod(tensor.shape) for tensor in workload.tensors if tensor.tied_to is None)
-    room = round(share * DATA_BYTES[dtype] * params)
+    room = round(share * DATA_BYTES[job.dtype] * params)
     machine, plan_on = with_host_budget(machine, room), partial(plan_once, find_policy(policy), workload)
     return with_room(plan_on, policy, workload, machine, Settings(clip=True), loading=Loading(way="in-place"))
 
 
-def train_on(weights: Path, disks: Path, plan: Plan, text: ByteText, watch: Watch | None) -> None:
+def train_on(weights: Path, disks: Path, plan: Plan, text: ByteText, watch: Watch | None, longer: int | None) -> None:
     name, backend = f"hf:{weights / 'config.json'}", VirtualBackend(gpu_bytes=2 * plan.gpu_budget_bytes)
     if watch is not None:
         watch.phase, watch.device_bytes = "loading", lambda: backend.payload_bytes
-    built = build(name, batch=1, sequence=64, device="cpu", dtype=plan.workload.dtype, checkpointing=True, empty=True)
+    built = build(
+        name, batch=1, sequence=SEQUENCE, device="cpu", dtype=plan.workload.dtype, checkpointing=True, empty=True
+    )
     model, optimizer = prepare(
         built.module, plan, AdamW(lr=1e-4, max_grad_norm=1.0), backend=backend, weights=weights, disks=[disks]
     )
@@ -201,22 +225,25 @@ def train_on(weights: Path, disks: Path, plan: Plan, text: ByteText, watch: Watc
             "training",
             lambda: max(arena_bytes, backend.payload_bytes + backend.count_other()),
         )
-    batches = batches_like(built.example_batch, text, vocabulary=built.vocabulary, seed=0)
-    train(model, optimizer, batches, steps=MEMORY_STEPS, micro_batches=1)
-    assert not session.deviation_log, session.deviation_log
+    for sequence in (SEQUENCE, longer or SEQUENCE):
+        example = {key: value[:, :1].expand(-1, sequence) for key, value in built.example_batch.items()}
+        batches = batches_like(example, text, vocabulary=built.vocabulary, seed=0)
+        train(model, optimizer, batches, steps=MEMORY_STEPS // 2, micro_batches=plan.workload.micro_batches)
+    assert session.outgrown.plans == (longer is not None) and not session.deviations, session.deviation_log
     session.close(restore=False)
 
 
 def measure_memory(folder: Path, name: str) -> dict[str, object]:
     """In a process of its own."""
-    _, layers, _, dtype, gpu_memory, policy = MEMORY[name]
+    job = MEMORY[name]
     (disks := folder / "disk").mkdir()
-    small, large, text = folder / "1", folder / str(layers), open_data(None)
-    plan = planned(large, disks, dtype, gpu_memory, policy, DATA_SHARE)
-    train_on(small, disks, planned(small, disks, dtype, "1GB", ON_DISKS, 4), text, None)
+    small, large, text = folder / "1", folder / str(job.layers), open_data(None)
+    plan = planned(large, disks, job, DATA_SHARE)
+    first = job._replace(gpu="1GB", policy=ON_DISKS, micro_batches=1)
+    train_on(small, disks, planned(small, disks, first, 4), text, None, None)
     gc.collect()
     with Watch() as watch:
-        train_on(large, disks, plan, text, watch)
+        train_on(large, disks, plan, text, watch, job.longer)
     layout = plan.layout
     return {
         "job": name,

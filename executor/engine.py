@@ -319,7 +319,7 @@ class Session:
         """Returns the timeline of the latest iterations that ran on plan one after another, in the simulator's schema.
         Waits for their last copies and updates.
 
-        last: number of the timeline's last iteration, of the 16 that are kept; None: the newest.
+        last: number of the timeline's last iteration, of the 16 (fewer with disks) that are kept; None: the newest.
 
         Raises PlanError if no iteration has run on plan.
         """

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pstar_sim.core.workspace import THREADS
 from pstar_sim.errors import DiskError
 
 DIRECT = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs"})
 """File systems on which O_DIRECT passes the page cache. Others (tmpfs, overlay) accept the flag and ignore it."""
+_THREADS = 4
 _PATIENCE_S = 2.0  # a run that ends may hold its locks a little longer
 
 
@@ -38,7 +38,7 @@ class DiskFolders:
     folders: Sequence[Path]
     rank: int = 0
     ranks: int = 1
-    threads: int = THREADS
+    threads: int = _THREADS
     notes: tuple[str, ...] = field(init=False)
     _slots: list[OwnFile] = field(default_factory=list, init=False)  # files made so far
 

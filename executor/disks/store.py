@@ -27,12 +27,13 @@ import torch
 import xxhash
 
 from executor.disks.folders import DIRECT, DiskFolders, file_system
-from pstar_sim.core.workspace import PIECE_BYTES, THREAD_BYTES
+from pstar_sim.core.workspace import BUFFERS_BYTES, PIECE_BYTES
 from pstar_sim.errors import DiskError
 from pstar_sim.units import format_bytes
 
 Key = TypeVar("Key", bound=Hashable)
 ALIGN_BYTES = 4096
+_OTHER_THREADS = 3  # that move single pieces: two queues', and the user's
 
 
 class _Piece(NamedTuple):
@@ -92,6 +93,8 @@ class DiskStore(Generic[Key]):
         self._sums: dict[Key, list[int] | None] = dict.fromkeys(sizes)  # without payloads whose write failed
         self._files: list[_File] = []
         self._buffers = threading.local()
+        threads = folders.threads * len(folders.folders) + _OTHER_THREADS
+        self._buffer_bytes = max(ALIGN_BYTES, BUFFERS_BYTES // threads // ALIGN_BYTES * ALIGN_BYTES)
         ends = [0] * len(folders.folders)
         for key, size in sizes.items():
             pieces = self._pieces[key] = []
@@ -184,8 +187,8 @@ class DiskStore(Generic[Key]):
         whole = len(memory) - len(memory) % (ALIGN_BYTES if file.direct else 1) if passes else 0
         if whole:
             yield 0, (first := memory[:whole]), first
-        for start in range(whole, len(memory), THREAD_BYTES):
-            part = memory[start : start + THREAD_BYTES]
+        for start in range(whole, len(memory), self._buffer_bytes):
+            part = memory[start : start + self._buffer_bytes]
             yield start, part, self._buffer()[: _aligned(len(part))]
 
     def _whole(
@@ -221,7 +224,7 @@ class DiskStore(Generic[Key]):
     def _buffer(self) -> memoryview:
         """This thread's, page-aligned."""
         if not hasattr(self._buffers, "memory"):
-            self._buffers.memory = memoryview(mmap.mmap(-1, THREAD_BYTES))
+            self._buffers.memory = memoryview(mmap.mmap(-1, self._buffer_bytes))
         memory: memoryview = self._buffers.memory
         return memory
 

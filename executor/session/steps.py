@@ -20,9 +20,9 @@ from executor.session.reader import Reader
 from executor.session.state import PlanBytes, RunState
 from pstar_sim.core.step import COPIES, DISK_COPIES, UPDATES, Kind, Queue
 from pstar_sim.core.timeline import Timeline
+from pstar_sim.core.workspace import LOGGED_ITERATIONS, logged_iterations
 
-KEPT_ITERATIONS = 16
-KEPT_CHANGES = 2_000  # least number of changes of bytes to keep; at twice this number the older ones are summed up
+KEPT_CHANGES = 2_000  # least number of changes of bytes to keep; with a quarter more the older ones are summed up
 
 
 class Steps:
@@ -40,8 +40,9 @@ class Steps:
         self.stashes = stashes
         self._plan_steps = run.plan.steps
         self._clock = clock
-        self.logs: deque[IterationLog] = deque(maxlen=KEPT_ITERATIONS)
-        self.span_log: deque[StepLog] = deque(maxlen=KEPT_ITERATIONS * max(1, len(run.plan.steps)))
+        kept = logged_iterations(len(run.plan.steps)) if run.plan.nvme_budget_bytes else LOGGED_ITERATIONS
+        self.logs: deque[IterationLog] = deque(maxlen=kept)
+        self.span_log: deque[StepLog] = deque(maxlen=kept * max(1, len(run.plan.steps)))
         self.moved = Moved(run.backend.copied_bytes)
         self.first_s = clock()
         self._begun: dict[int, tuple[float, float, str]] = {}  # step -> (ready, begun, cause of the wait)
@@ -138,9 +139,9 @@ class Steps:
             self.moved.others(iteration, backend.copied_bytes)
         self.moved.forget(self.logs[0].number)
         measured = log.marks is not None  # a measurement needs the changes of this iteration
-        if len(self.logs) == KEPT_ITERATIONS and len(log.changes) > self._most_changes and not measured:
+        if len(self.logs) == self.logs.maxlen and len(log.changes) > self._most_changes and not measured:
             log.trim(self.logs[0].end_s)
-            self._most_changes = max(KEPT_CHANGES, 2 * len(log.changes))
+            self._most_changes = max(KEPT_CHANGES, len(log.changes) * 5 // 4)
 
     def last_on_plan(self) -> IterationLog | None:
         """The newest kept with the plan's shape, else with smaller batches; those with a capture inside do not

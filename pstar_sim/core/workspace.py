@@ -22,11 +22,18 @@ T = TypeVar("T")
 _INSIDE = ("host without workspace",)  # key of `Workload.derived`
 WORKSPACE = "workspace"  # the buffer's name
 PIECE_BYTES = 4 << 20  # of a value on its way between a file and a list
-THREADS, THREAD_BYTES = 4, 256 << 10  # of a folder, for what is no whole page
+BUFFERS_BYTES = 1 << 20  # of all threads that read or write disks, for what is no whole page
 CAST_ELEMENTS = 1 << 18  # of a piece: its 1 MiB stays in cache
 ROUNDING_BYTES = (4 * 4 + 3 * 8) * CAST_ELEMENTS  # four lists in fp32, and what three operators of a rounding make
 WHOLE_BYTES = 16  # per element of a tensor that is updated whole
-MOMENT_BYTES = 32_000  # 3 steps, each with 3 kB of tables and 16 rows of logs, and small blocks that malloc keeps
+MOMENT_BYTES = 8_000  # of one micro-batch: hooks, tables, and small blocks that malloc keeps
+STEPS_PER_MOMENT, STEP_BYTES = 3, 2_000  # of all micro-batches
+LOGGED_ITERATIONS, LOGGED_STEPS = 16, 4_000  # the most that a run keeps logs of, but of 2 iterations at least
+LOGGED_BYTES = 500  # of a step: its row, and changes of bytes
+
+
+def logged_iterations(steps: int) -> int:
+    return max(2, min(LOGGED_ITERATIONS, LOGGED_STEPS // max(1, steps)))
 
 
 def workspace_bytes(w: Workload) -> int:
@@ -37,8 +44,11 @@ def workspace_bytes(w: Workload) -> int:
     casts = 2 + narrow if narrow or any(DTYPES[name].bytes < 4 for name in of_dtype) else 1
     whole = max((t.numel for t in trained), default=0) if any(each.whole for each in states) else 0
     rounding = ROUNDING_BYTES if w.optimizer.masters == MASTERS[1] else 0
-    pieces = PIECE_BYTES + THREADS * THREAD_BYTES + casts * 4 * CAST_ELEMENTS
-    return pieces + WHOLE_BYTES * whole + rounding + MOMENT_BYTES * len(w.moments)
+    pieces = PIECE_BYTES + BUFFERS_BYTES + casts * 4 * CAST_ELEMENTS
+    steps = STEPS_PER_MOMENT * len(w.moments)
+    logged = min(LOGGED_ITERATIONS * steps, max(LOGGED_STEPS, 2 * steps))
+    tables = MOMENT_BYTES * len(w.moments) // w.micro_batches + STEP_BYTES * steps
+    return pieces + WHOLE_BYTES * whole + rounding + tables + LOGGED_BYTES * logged
 
 
 def with_host_budget(machine: Machine, budget_bytes: int) -> Machine:

@@ -37,7 +37,7 @@ from pstar_sim.units import GB, MB, format_bytes
 from pstar_sim.workload.loading import WHOLE, loading_of
 from pstar_sim.workload.lora import packed_bytes
 from pstar_sim.workload.presets import preset, workload_of
-from pstar_sim.workload.workload import with_optimizer
+from pstar_sim.workload.workload import repeat_micro_batch, with_optimizer
 
 QUICK = ("static_partition", "tide")
 
@@ -196,10 +196,16 @@ def test_payloads_that_pass_through_the_host_take_turns_in_a_pool() -> None:
 
 
 def test_what_a_run_with_disks_takes_beside_payloads_is_in_plan_need_and_refusal() -> None:
-    """A piece of 4 MiB, four threads' 256 KiB, 1 MiB for narrow gradients, another for a rule, 32 kB per moment."""
+    """A piece of 4 MiB, 1 MiB of threads' buffers, another for narrow gradients and one for a rule; 8 kB per moment of
+    a micro-batch, and 2 kB for each of 3 steps per moment; 500 B per step in a log of 4,000 steps, of 16 iterations if
+    they are fewer, of 2 if they are more."""
     w = preset("gpt2", batch=1, seq=64)
-    beside = workspace_bytes(w)
-    assert beside == (4 << 20) + 4 * (256 << 10) + 2 * (1 << 20) + 32_000 * len(w.moments)
+    beside, count = workspace_bytes(w), len(w.moments)
+    always = (4 << 20) + (1 << 20) + 2 * (1 << 20)
+    assert 2 * 3 * count < 4_000 < 16 * 3 * count
+    assert beside == always + (8_000 + 3 * 2_000) * count + 500 * 4_000
+    many = 3 * len(repeat_micro_batch(w, 16).moments)
+    assert workspace_bytes(repeat_micro_batch(w, 16)) == always + 8_000 * many // 48 + (2_000 + 2 * 500) * many
     assert workspace_bytes(with_optimizer(w, "adafactor")) == beside + 16 * max(t.numel for t in w.tensors)
     m = beside_disks("2.5GB", 10 * GB)
     plan, timeline = plan_and_play(find_policy("tide"), w, m, ps.Settings(), loading=IN_PLACE)
