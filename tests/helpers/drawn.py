@@ -26,6 +26,9 @@ __all__ = ["LITTLE_EFFORT", "TIME_TO_SHRINK", "Drawn", "chances", "jobs", "plann
 TIME_TO_SHRINK = pytest.mark.timeout(900)
 """Hypothesis shrinks a failure for up to five minutes; a test that passes takes nowhere near as long."""
 
+MOST_LAYERS = 5
+"""Chunks of so many layers are kept, given up, streamed and updated elsewhere; more take longer alone."""
+
 LITTLE_EFFORT = 0.1
 """`Settings.effort` for what holds of every plan, however long it was sought."""
 
@@ -83,7 +86,11 @@ def workloads(draw: st.DrawFn, **settled: Any) -> Workload:
 
     settled: arguments of random_workload.
     """
-    return random_workload(draw(chances()), **settled)
+    return _workload(draw(chances()), settled)
+
+
+def _workload(chance: random.Random, settled: dict[str, Any]) -> Workload:
+    return random_workload(chance, **{"layers": chance.randint(1, MOST_LAYERS), **settled})
 
 
 class Drawn(NamedTuple):
@@ -102,7 +109,7 @@ def jobs(draw: st.DrawFn, *, ranks: tuple[int, ...] = (1,), **settled: Any) -> D
     settled: arguments of random_workload.
     """
     chance = draw(chances())
-    workload = random_workload(chance, **settled)
+    workload = _workload(chance, settled)
     machine = random_ranks(chance, random_machine(chance, workload), chance.choice(ranks))
     return Drawn(workload, machine, replace(random_settings(chance), effort=LITTLE_EFFORT))
 

@@ -312,8 +312,8 @@ def test_rows_of_an_attempt_like_it_are_those_that_would_be_written() -> None:
         written += made.draft.rows is not known.draft.rows
 
     holds()
-    assert taken > 5
-    assert written > 3
+    assert taken > 2
+    assert written > 2
 
 
 def test_the_closed_form_leaves_out_no_number_of_pins_that_is_faster() -> None:

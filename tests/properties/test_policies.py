@@ -1,4 +1,5 @@
-"""Every policy on random workloads, machines and settings; the keep set against LRU; memory edges found for others."""
+"""Every policy on random workloads, machines and settings: each question of each plan; the keep set against LRU; memory
+edges found for others."""
 
 from __future__ import annotations
 
@@ -6,27 +7,29 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from drawn import TIME_TO_SHRINK, Drawn, chances, jobs, planned, seeds
+from drawn import TIME_TO_SHRINK, Drawn, chances, jobs, seeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from pstar_sim.bounds.bounds import lower_bound
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Kind, Place, Queue, Ref
-from pstar_sim.errors import DoesNotFit, PlanError, PstarError
+from pstar_sim.errors import CannotPlan, DoesNotFit, PlanError, PstarError
 from pstar_sim.policy import Builder, find_policy, policies
 from pstar_sim.policy.family.residency import UseGap, belady, gaps_of
 from pstar_sim.policy.kit.blocks import Stretch
+from pstar_sim.policy.registry import named
 from pstar_sim.policy.systems.all_on_gpu import all_on_gpu
 from pstar_sim.sim.play import play
 from pstar_sim.testing import (
     chain_workload,
     check_once,
     check_policy,
-    random_jitter,
     random_machine,
 )
 from pstar_sim.units import MIB
@@ -35,10 +38,54 @@ from pstar_sim.workload.workload import Workload
 pytestmark = TIME_TO_SHRINK
 
 
-@pytest.mark.parametrize("policy", ["all_on_gpu", "zero_offload", "static_partition", "patrickstar", "tide"])
-def test_every_plan_is_correct_and_keeps_the_budget(policy: str, whole: bool) -> None:
-    """Proved by the checker, played with the thought-of and with random durations; or DoesNotFit."""
-    assert fitted(find_policy(policy), 60 if whole else 24) >= 3
+SELDOM = ("all_on_gpu", "zero3_resident")
+"""Policies that have room for a few jobs alone, and then move nothing."""
+
+
+@pytest.mark.parametrize("name", sorted(named(lambda able: able.balance is None)))
+def test_every_plan_is_proved_is_above_its_bound_and_keeps_its_room_in_any_timing(name: str, whole: bool) -> None:
+    """Of random jobs: the plan is right, and the same again; simulated, it is not faster than the bound; in timings
+    nobody planned for, the order on each queue and the `after` edges alone keep both budgets (`play` refuses a read of
+    what is not there). With --whole more jobs, each with all effort."""
+    played = moved = 0
+    examples = (4 if whole else 1) * (12 if name == "optimal" else 60 if name in SELDOM else 24)
+
+    @settings(max_examples=examples)
+    @given(jobs(), seeds())
+    def holds(job: Drawn, shake: random.Random) -> None:
+        nonlocal played, moved
+        asked = job if not whole else job._replace(settings=replace(job.settings, effort=1.0))
+        made: list[Plan] = []
+
+        def policy(*of: Any) -> Plan:
+            made.append(find_policy(name)(*of))
+            return made[-1]
+
+        try:
+            if not check_once(policy, *asked, rng=shake):
+                return
+        except CannotPlan:
+            return
+        plan = made[-1]
+        timeline = play(plan)
+        bound = lower_bound(plan.workload, job.machine, plan.settings, plan.layout)
+        assert timeline.iteration_s >= bound.seconds * (1 - 1e-9), bound
+        for _ in range(3):
+            peak = play(plan, jitter=shaken(shake), max_iterations=3).peak_bytes
+            assert peak["gpu"] <= plan.gpu_budget_bytes <= job.machine.gpu_budget_bytes
+            assert peak["host"] <= plan.host_budget_bytes <= job.machine.host_budget_bytes
+        played += 1
+        moved += bool(timeline.moved_bytes["h2d"])
+
+    holds()
+    assert played >= 3 and (moved or name in SELDOM)
+
+
+def shaken(rng: random.Random) -> Callable[[int, int], float]:
+    """A factor of 1/20 to 20 for each step, or now and then for a whole stretch of them."""
+    stretch = rng.random() < 0.3
+    factors: dict[tuple[int, int], float] = {}
+    return lambda step, k: factors.setdefault((step // 7 if stretch else step, k), 20.0 ** rng.uniform(-1, 1))
 
 
 def fitted(policy: Callable[[Workload, Machine, Settings], Plan], examples: int) -> int:
@@ -60,28 +107,8 @@ def test_the_last_gradient_is_added_behind_the_earlier_ones() -> None:
     assert check_policy(find_policy("tide"), examples=1, seed=50_082).fitted == 1
 
 
-TRIED = [([name for name in policies() if name != "optimal"], 15, 15), (["optimal"], 5, 15)]
+TRIED = [([name for name in policies() if name != "optimal"], 8, 15), (["optimal"], 4, 15)]
 """Policies, jobs for them, and jobs with --whole: the search of `optimal` takes most of the time."""
-
-
-@pytest.mark.parametrize(("names", "few", "many"), TRIED, ids=["others", "optimal"])
-def test_jitter_never_breaks_the_budget(names: list[str], few: int, many: int, whole: bool) -> None:
-    played = 0
-
-    @settings(max_examples=many if whole else few)
-    @given(jobs(), seeds())
-    def holds(job: Drawn, shake: random.Random) -> None:
-        nonlocal played
-        for policy in map(find_policy, names):
-            plan = planned(policy, job)
-            for _ in range(3 if plan is not None else 0):
-                timeline = play(plan, jitter=random_jitter(shake, plan), max_iterations=4)
-                assert timeline.peak_bytes["gpu"] <= job.machine.gpu_budget_bytes
-                assert timeline.peak_bytes["host"] <= job.machine.host_budget_bytes
-                played += 1
-
-    holds()
-    assert played
 
 
 @pytest.mark.parametrize(("names", "few", "many"), TRIED, ids=["others", "optimal"])
@@ -292,7 +319,7 @@ def on_demand(workload: Workload, machine: Machine, settings: Settings) -> Plan:
 
 
 def test_the_builder_finds_memory_edges() -> None:
-    assert fitted(on_demand, 150) > 20
+    assert fitted(on_demand, 80) > 10
 
 
 def test_the_builder_refuses_what_does_not_come_back() -> None:

@@ -98,7 +98,7 @@ A, V = "a100-40", "v100-32"
 def test_an_a100_beside_a_v100(gpus: tuple[str, ...], switches: bool) -> None:
     """The A100 takes 8 sequences, the V100 4: planned for both, simulated with each rank's own GPU, link and batch."""
     machine = mixed(*gpus, switches=switches)
-    jobs = {A: preset("1B", batch=8, seq=512, dtype="fp16"), V: preset("1B", batch=4, seq=512, dtype="fp16")}
+    jobs = {A: preset("gpt2", batch=8, seq=128, dtype="fp16"), V: preset("gpt2", batch=4, seq=128, dtype="fp16")}
     workloads = [jobs[name] for name in gpus]
     workload = tightest(workloads, machine)
     for policy in ("zero_offload", "patrickstar", "zero3_resident"):

@@ -40,7 +40,7 @@ IN_SMALL = {
 with --whole alone; test_readme.py compares another ablation's, test_record.py and test_parity_training.py see to peaks
 and losses."""
 
-ASKED = ("01_tide_curves", "02_capacity_planning")
+ASKED = ("00_tour", "01_tide_curves", "02_capacity_planning")
 """Notebooks that ask what commands of the documents ask too, and run with --whole alone."""
 
 NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
