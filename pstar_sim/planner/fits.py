@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 
 from pstar_sim.arguments import flag
 from pstar_sim.catalog.machine import Machine
@@ -20,9 +20,11 @@ from pstar_sim.planner.batch_shares import Share, machine_of, share_out
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.machine_notes import disk_life
 from pstar_sim.planner.memory_needs import (
+    OTHERS,
     Need,
     Phase,
     disk_shortage,
+    gpu_bytes_in_order,
     host_shortage,
     least_gpu_bytes,
     memory_need,
@@ -102,8 +104,8 @@ class Fit:
 
     @property
     def gpu_shown_bytes(self) -> int | None:
-        """What nvidia-smi shows at least: tensors, the reserve, and what torch keeps of a framework's runs. Where the
-        card has room, more: torch keeps what it took at any time."""
+        """What nvidia-smi shows at least: tensors, the reserve, and what torch keeps of a framework's runs; more where
+        the card has room."""
         if self.gpu_needed_bytes is None:
             return None
         kept = with_kept(self.gpu_needed_bytes, self.gpu_kept_bytes, self.gpu_available_bytes)
@@ -249,7 +251,9 @@ def fits(
     with plans_shared(share.workload):
         for name in sorted(names, key=lambda name: can(name).tries_others):  # last: others' plans are known then
             tell(name, len(found_of), len(names))
-            found_of[name] = _fit_any(name, share, job, times=times)
+            found_of[name] = row, _, asked, _ = _fit_any(name, share, job, times=times)
+            if name in OTHERS and asked is job:
+                job.least[name] = row.gpu_needed_bytes if row.fits else None
     answers = [found_of[name] for name in names]
     rows = [row for row, *_ in answers]
     fitting = [row.policy for row in sorted(rows, key=lambda r: r.iteration_s or 0.0) if row.fits]
@@ -343,15 +347,18 @@ def _of_tide(w: Workload, size_bytes: int) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """said: whether the question says how the weights are loaded."""
+    """said: whether the question says how the weights are loaded.
+    least: shipped policy with an answer -> least GPU bytes, None without room.
+    """
 
     workload: Workload
     machine: Machine
     settings: Settings
     loading: Loading
     said: bool
+    least: dict[str, int | None] = field(default_factory=dict)
 
-    def of(self, policy: str, *, others: bool = True) -> Ask:
+    def of(self, policy: str, *, others: Sequence[str] | None = OTHERS) -> Ask:
         return asker(policy, others=others)
 
     def short_if_each_loads(self, row: Fit) -> int | None:
@@ -363,24 +370,57 @@ class Asked:
         most_bytes = pinned_bytes + max(startup_bytes, row.host_buffer_bytes or 0)
         if self.said or m.local_ranks == 1 or most_bytes <= m.host_budget_bytes:
             return None
-        others = startup_bytes <= m.host_budget_bytes  # else no policy has room
+        others = OTHERS if startup_bytes <= m.host_budget_bytes else None  # else no policy has room
         short = shortage(row.policy, w, m, self.settings, loading=EACH_FP32, others=others)
         return None if short is None else short.short_bytes
 
-    def least_gpu_bytes(self, policy: str, machine: Machine, *, others: bool = True) -> int:
-        """The least GPU budget with which a policy that fits still fits."""
-        ask = self.of(policy, others=others)
-        return least_gpu_bytes(lambda where: ask(self.workload, where, self.settings, self.loading), machine)
+    def least_gpu_bytes(
+        self,
+        policy: str,
+        machine: Machine,
+        *,
+        others: Sequence[str] | None = OTHERS,
+        known_bytes: int | None = None,
+        plan: Plan | None = None,
+    ) -> int:
+        """Budget with which a policy that fits still fits.
+
+        plan: the policy's; a refusal that names what it takes is final.
+        """
+        ask, named_bytes = self.of(policy, others=others), 0
+
+        @cache
+        def taken_bytes() -> int | None:
+            return None if plan is None else gpu_bytes_in_order(plan)
+
+        def short_on(where: Machine) -> DoesNotFit | None:
+            nonlocal named_bytes
+            if where.gpu_budget_bytes == named_bytes == taken_bytes():
+                return None
+            error = ask(self.workload, where, self.settings, self.loading)
+            if error is not None and error.place == "gpu":
+                named_bytes = error.needed_bytes
+            return error
+
+        return least_gpu_bytes(short_on, machine, known_bytes)
+
+    def least_here(self, policy: str, plan: Plan | None) -> int:
+        """On this machine; others with an answer are not asked."""
+        # on equal GPUs one that chooses shares plans as another
+        others = [one for one in OTHERS if one not in self.least and (self.machine.mixed or can(one).balance is None)]
+        known = [size for size in self.least.values() if size is not None] if can(policy).tries_others else []
+        known_bytes = min(known, default=None)
+        return self.least_gpu_bytes(policy, self.machine, others=others, known_bytes=known_bytes, plan=plan)
 
 
 def _fit_any(
     name: str, share: Share, job: Asked, *, times: bool
 ) -> tuple[Fit, DoesNotFit | None, Asked, Timeline | None]:
-    """For the first shares with which the policy fits, else the last ([Note: the fastest shares] in balance.py)."""
+    """For the first shares that fit, else the last ([Note: the fastest shares] in balance.py)."""
     answer: tuple[Fit, DoesNotFit | None, Asked, Timeline | None] | None = None
     try:
         for own in balances(find_policy(name), share, job.machine, job.settings):
-            there = replace(job, workload=own.share.workload, machine=own.machine)
+            there = replace(job, workload=own.share.workload, machine=own.machine, least={})
             row, error, timeline = _fit(name, own.share, there, times=times)
             answer = replace(row, shares=own.words), error, there, timeline
             if row.fits:
@@ -438,7 +478,7 @@ def _fit(name: str, share: Share, job: Asked, *, times: bool) -> tuple[Fit, Does
         return replace(row, reason=str(reason)), None, None
     except DoesNotFit as error:
         return _short(row, error), error, None
-    row = _filled(replace(row, fits=True), job.least_gpu_bytes(name, machine), need, machine.local_ranks)
+    row = _filled(replace(row, fits=True), job.least_here(name, need.plan), need, machine.local_ranks)
     timeline: Timeline | None = None
     if plan is not None:
         timeline = play(replace(plan, ranked=share.ranked))
@@ -472,14 +512,13 @@ def _filled(row: Fit, gpu_needed_bytes: int | None, need: Need, local_ranks: int
 
 
 def _with_room(row: Fit, job: Asked, error: DoesNotFit) -> tuple[Fit, DoesNotFit]:
-    """With the needs in both places: the refusal counts all of the short one, of which a policy refused before it
-    plans names only a part."""
+    """With the needs in both places; the refusal counts all of the short one."""
     machine = job.machine
     roomy = need_with_room(row.policy, job.workload, machine, job.settings, error, loading=job.loading)
     if roomy is None:
         return row, error
     if roomy.gpu_shortage is None:
-        gpu_bytes = job.least_gpu_bytes(row.policy, roomy.machine, others=False)
+        gpu_bytes = job.least_gpu_bytes(row.policy, roomy.machine, others=None)
     else:
         gpu_bytes = roomy.gpu_shortage.needed_bytes
     # A policy's own check of the host may count more than its need; its refusal then stands.
@@ -492,7 +531,7 @@ def _with_room(row: Fit, job: Asked, error: DoesNotFit) -> tuple[Fit, DoesNotFit
 def _changes(
     found: Sequence[tuple[Remedy, str]], job: Asked, asked: Sequence[str], elsewhere: Elsewhere
 ) -> tuple[SmallestChange, ...]:
-    """Another policy that fits, else the smallest change of job, host and GPU, each with all policies it helps."""
+    """Another policy that fits, else the smallest of job, host and GPU, each with all policies it helps."""
     others = {
         name: job.of(name)(job.workload, job.machine, job.settings, job.loading)
         for name in built_in()
@@ -521,7 +560,7 @@ def _changes(
 
 
 def _as_it_comes(way: Remedy, job: Asked, asked: Sequence[str]) -> SmallestChange | None:
-    """A machine that one policy takes with more host memory alone, where another takes it as it is."""
+    """Where another policy takes the machine without more host memory."""
     where = way.machine
     if where is None:
         return None

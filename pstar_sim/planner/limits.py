@@ -397,7 +397,7 @@ def _asker(
 ) -> Callable[[str | Policy, Workload], Refusal | None]:
     def ask(policy: str | Policy, workload: Workload) -> Refusal | None:
         try:
-            return shortage(policy, workload, machine, settings, loading=loading, others=False)
+            return shortage(policy, workload, machine, settings, loading=loading, others=None)
         except CannotPlan as error:
             return error
 

@@ -29,11 +29,12 @@ the chunks for which it has no room. Others are asked for their plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from pstar_sim.catalog.machine import Gpu, Machine
+from pstar_sim.core.ledger import PLACES, Holdings
 from pstar_sim.core.plan import ANY_PLAN, STASHES, Plan, Settings
 from pstar_sim.core.slabs import host_payloads, pack_slabs, pool_key, pool_rooms, stash_key
 from pstar_sim.core.step import Place
@@ -48,6 +49,7 @@ from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.policy.family.pins import most_pins_of
 from pstar_sim.policy.family.searched import jobs_of_sizes
 from pstar_sim.policy.kit.capabilities import Capabilities
+from pstar_sim.policy.kit.facts import facts_of
 from pstar_sim.policy.kit.iteration_order import in_order
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.options import split_spec
@@ -62,6 +64,7 @@ from pstar_sim.workload.workload import Workload
 
 MOST_SHORT = 6  # refusals in a row: payloads, rounding and start-up of the host, then the GPU
 HALVES = 5  # plans between one that has room and one that has none
+OTHERS = tuple(built_in())  # that a policy may try
 CLOSE = 6  # a plan that leaves 1 / 2 ** CLOSE of the host is close enough
 
 
@@ -146,7 +149,7 @@ def shortage(
     settings: Settings,
     *,
     loading: Loading = WHOLE,
-    others: bool = True,
+    others: Sequence[str] | None = OTHERS,
 ) -> DoesNotFit | None:
     """Why the policy has no room; None if it has.
 
@@ -197,7 +200,7 @@ def with_room(
         return smaller
     if able.point is not None:
         # its own need, with as little on the host as it can do with, is the reason or a last chance
-        need = memory_need(policy, workload, machine, settings, loading=loading, others=False, fewest=False)
+        need = memory_need(policy, workload, machine, settings, loading=loading, others=None, fewest=False)
         smaller = _planned_within(plan_on, machine, need.payload_bytes)
         if smaller is not None and _shortage_of(smaller, machine, loading) is None:
             return _moved(smaller, machine)
@@ -218,7 +221,7 @@ def _may_have_room(
 
 
 def _least_rounded(policy: str | Policy, workload: Workload, machine: Machine, settings: Settings) -> int | None:
-    """The chunk size whose payloads pinning rounds up least, of those that a search would try."""
+    """The chunk size, of a search's, whose payloads pinning rounds up least."""
     able = can(policy)
     if able.point is None or not able.tries_others or settings.chunk_bytes is not None:
         return settings.chunk_bytes
@@ -407,12 +410,13 @@ def memory_need(
     settings: Settings,
     *,
     loading: Loading = WHOLE,
-    others: bool = True,
+    others: Sequence[str] | None = OTHERS,
     fewest: bool = True,
 ) -> Need:
     """Returns the needs on the host. Raises DoesNotFit, even if only rounding or start-up is too much.
 
-    others: a policy that tries others, without room itself, has the need of the first with room.
+    others: a policy that tries others, without room itself, has the need of the first of these with room. None: its
+        own alone.
     fewest: find the fewest pins, and the policy's own plan; False takes any that fit.
     """
     able = can(policy)
@@ -421,14 +425,19 @@ def memory_need(
         try:
             return _own_need(policy_name(policy), able, workload, machine, settings, loading, fewest=fewest)
         except DoesNotFit as short:
-            if not (able.tries_others and others) and (machine.nvme is None or short.place == "gpu"):
+            if not (able.tries_others and others is not None) and (machine.nvme is None or short.place == "gpu"):
                 raise
             if beyond_all(workload, machine):
                 raise
             refusal = short
     name = policy if isinstance(policy, str) else getattr(policy, "__name__", "policy")
-    asks_others = others and able.tries_others and refusal is not None
-    if asks_others and not fewest and (need := _need_of_others(policy, workload, machine, settings, loading, fewest)):
+    asked_of = others if able.tries_others and refusal is not None else None
+
+    def need_of_others() -> Need | None:
+        rest = [other for other in asked_of or () if other != policy]
+        return _need_of_any(rest, workload, machine, settings, loading, fewest)
+
+    if not fewest and (need := need_of_others()):
         return replace(need, policy=name)
     asked = settings if fewest else replace(settings, effort=ANY_PLAN)
     function = find_policy(policy) if isinstance(policy, str) else policy
@@ -462,23 +471,19 @@ def memory_need(
     except DoesNotFit:
         if refusal is None or machine.nvme is not None:
             raise
-        of_others = (
-            _need_of_others(policy, workload, machine, settings, loading, fewest) if asks_others and fewest else None
-        )
+        of_others = need_of_others() if fewest else None
         if of_others is None:
             raise refusal from None
         need = of_others
     return replace(need, policy=name)
 
 
-def _need_of_others(
-    policy: str | Policy, workload: Workload, machine: Machine, settings: Settings, loading: Loading, fewest: bool
+def _need_of_any(
+    policies: Iterable[str], workload: Workload, machine: Machine, settings: Settings, loading: Loading, fewest: bool
 ) -> Need | None:
-    for other in built_in():
-        if other == policy:
-            continue
+    for one in policies:
         try:
-            return memory_need(other, workload, machine, settings, loading=loading, fewest=fewest)
+            return memory_need(one, workload, machine, settings, loading=loading, fewest=fewest)
         except PstarError:  # the policy does not fit, or does not apply to this machine
             continue
     return None
@@ -666,7 +671,7 @@ def need_with_room(
     *,
     loading: Loading = WHOLE,
 ) -> Roomy | None:
-    """Adds just enough to each short place, to disks room for all states. None if more does not help."""
+    """Adds just enough to each short place, to disks all states. None if that does not help."""
     roomy, error = machine, short
     gpu: DoesNotFit | None = None
     for _ in range(MOST_SHORT):
@@ -680,7 +685,7 @@ def need_with_room(
             return None
         try:
             asked = replace(settings, effort=ANY_PLAN)
-            need = memory_need(policy, workload, roomy, asked, loading=loading, others=False)
+            need = memory_need(policy, workload, roomy, asked, loading=loading, others=None)
         except DoesNotFit as still:
             error = still
             continue
@@ -700,18 +705,24 @@ def with_large_disks(workload: Workload, machine: Machine) -> Machine:
 # The GPU's side.
 
 
-def least_gpu_bytes(ask: Callable[[Machine], DoesNotFit | None], machine: Machine) -> int:
-    """The smallest budget of each GPU with which a job that fits still fits.
+def least_gpu_bytes(
+    ask: Callable[[Machine], DoesNotFit | None], machine: Machine, known_bytes: int | None = None
+) -> int:
+    """Of each GPU, with which a job that fits still fits.
+
+    known_bytes: that do.
 
     A refusal names the least GPU bytes, which are asked next. If the host is short, what it lacks is added, to
     1 / 512.
     """
-    low, high = 1, machine.gpu_budget_bytes
+    low, high = 1, machine.gpu_budget_bytes if known_bytes is None else known_bytes
     error: DoesNotFit | None
     for _ in range(MOST_SHORT):
         error = ask(_with_gpu_budget(machine, low))
         if error is None:
             return low
+        if error.place == "gpu" and known_bytes is not None and error.needed_bytes >= known_bytes:
+            return known_bytes
         if error.place != "gpu" or not low < error.needed_bytes <= high:
             break
         low = error.needed_bytes
@@ -730,6 +741,15 @@ def least_gpu_bytes(ask: Callable[[Machine], DoesNotFit | None], machine: Machin
         else:
             low, step = middle, within
     return high
+
+
+def gpu_bytes_in_order(plan: Plan) -> int:
+    """While steps run one by one."""
+    tide = facts_of(plan.workload, plan.layout).tide
+    holdings = Holdings(plan.layout, plan.initial, plan.buffers, tide)
+    for step in plan.steps:
+        holdings.run(step)
+    return holdings.peak_bytes[PLACES.index(Place.GPU)]
 
 
 def _with_gpu_budget(machine: Machine, budget_bytes: int) -> Machine:

@@ -21,7 +21,7 @@ from pstar_sim.catalog.model_shapes import ModelEntry, model_entry
 from pstar_sim.core.plan import Settings
 from pstar_sim.dtypes import BASES, DTYPES
 from pstar_sim.errors import CannotPlan, CatalogError, DoesNotFit, PstarError
-from pstar_sim.planner.memory_needs import shortage, with_large_disks
+from pstar_sim.planner.memory_needs import OTHERS, shortage, with_large_disks
 from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.policy.registry import Policy, can, policy_name
 from pstar_sim.units import GB, MB, format_bytes
@@ -348,7 +348,7 @@ def brings_words(size_bytes: int) -> str:
     return f" (brings {format_bytes(size_bytes)})" if size_bytes else ""
 
 
-def asker(policy: str | Policy, *, others: bool = True) -> Ask:
+def asker(policy: str | Policy, *, others: Sequence[str] | None = OTHERS) -> Ask:
 
     def ask(workload: Workload, machine: Machine, settings: Settings, loading: Loading) -> DoesNotFit | None:
         return shortage(policy, workload, machine, settings, loading=loading, others=others)

@@ -74,7 +74,7 @@ def _first_shortage(
         where = f"{spread}, {name}" if len(members) > 1 else str(spread)
         try:
             sliced = sharded_as(policy, spread.shard)
-            short = shortage(sliced, workloads[n], part, settings, loading=loading, others=False)
+            short = shortage(sliced, workloads[n], part, settings, loading=loading, others=None)
         except CannotPlan as error:
             return n, CannotPlan(f"{where}: {error}")
         if short is not None:

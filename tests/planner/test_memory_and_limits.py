@@ -7,7 +7,9 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +22,7 @@ from pstar_sim.core.slabs import host_payloads, pack_slabs
 from pstar_sim.core.step import Place
 from pstar_sim.core.workspace import WORKSPACE, with_host_budget, workspace_bytes
 from pstar_sim.errors import PstarError
-from pstar_sim.planner import memory_needs
+from pstar_sim.planner import memory_needs, nearest
 from pstar_sim.planner.compare import plan_and_play
 from pstar_sim.planner.explain import tide_gain
 from pstar_sim.planner.fits import SmallestChange, fits
@@ -64,7 +66,7 @@ def test_whether_a_policy_that_tries_sizes_has_room_takes_no_plan(monkeypatch: p
     short = shortage("tide", w, m, s)
     assert short is not None and "by which pinning rounds them up" in short.what
     assert shortage("optimal", w, m, s) is None
-    assert shortage("optimal", w, m, replace(s, chunk_bytes=436 * 10**6), others=False) is not None
+    assert shortage("optimal", w, m, replace(s, chunk_bytes=436 * 10**6), others=None) is not None
 
 
 @pytest.mark.parametrize(
@@ -162,6 +164,27 @@ def test_the_least_gpu_budget_does_and_one_byte_less_does_not(policy: str) -> No
     least = least_gpu_bytes(lambda where: shortage(policy, w, where, ps.Settings()), m)
     assert shortage(policy, w, ps.machine("virtual", gpu_memory=least), ps.Settings()) is None
     assert shortage(policy, w, ps.machine("virtual", gpu_memory=least - 1), ps.Settings()) is not None
+
+
+def test_least_memories_of_an_answer_are_those_of_each_policy_alone_and_few_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """zero_infinity is refused with what its plan takes, so it is not planned again; optimal asks none again."""
+    m, asked = ps.machine("a100-80x8", gpus=2), list[tuple[str, int]]()
+
+    def counted(policy: str, w: ps.Workload, where: ps.Machine, *rest: Any, **more: Any) -> ps.DoesNotFit | None:
+        asked.append((policy, where.gpu_budget_bytes))
+        assert policy != "optimal" or more["others"] == [policy]
+        return shortage(policy, w, where, *rest, **more)
+
+    monkeypatch.setattr(nearest, "shortage", counted)
+    answer = fits(preset("gpt2", batch=4, seq=64), m, near=False)
+    least = {row.policy: row.gpu_needed_bytes for row in answer.rows if row.fits}
+    assert {"optimal", "zero_infinity", "karma", "tide"} < least.keys()
+    for policy, needed_bytes in least.items():
+        ask = partial(shortage, policy, answer.workload, settings=ps.Settings())
+        assert needed_bytes == least_gpu_bytes(ask, m), policy
+    assert ("zero_infinity", least["zero_infinity"]) not in asked and ("karma", least["karma"]) in asked
 
 
 def test_where_the_host_is_short_chunks_are_pinned() -> None:
@@ -266,7 +289,7 @@ def test_no_policy_is_planned_for_a_model_beyond_all_memories(monkeypatch: pytes
         m = replace(m, ranks=(replace(m.ranks[0], gpu=replace(m.gpu, usable_bytes=usable, memory_bytes=usable)),))
         assert bytes_of_all(m) == model_bytes + spare_bytes
         others: list[str] = []
-        monkeypatch.setattr(memory_needs, "built_in", lambda: others.append("asked") or {})
+        monkeypatch.setattr(memory_needs, "_need_of_any", lambda names, *_: others.extend(names))
         with pytest.raises(ps.DoesNotFit, match="optimal does not fit"):
             memory_need("optimal", w, m, ps.Settings(), fewest=False)
         return others
