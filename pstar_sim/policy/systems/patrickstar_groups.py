@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from enum import Enum, auto
+from enum import IntEnum, auto
 
 from pstar_sim.policy.kit.facts import Facts
 from pstar_sim.workload.workload import Phase
 
 
-class _Hold(Enum):
+class _Hold(IntEnum):  # hashed without a call of Python, unlike Enum
     HOLD = auto()
     AFTER_FWD = auto()
     AFTER_BWD = auto()
@@ -45,8 +45,10 @@ class Groups:
         self._count = Counter({(c, _Hold.HOLD): tensors for c, tensors in enumerate(self._tensors)})  # tensors by state
 
     def _enter(self, t: int, state: _Hold) -> None:
-        c = self._chunk_of[t]
-        self._count[c, self._state[t]] -= 1
+        c, before = self._chunk_of[t], self._state[t]
+        if before is state:
+            return
+        self._count[c, before] -= 1
         self._count[c, state] += 1
         self._state[t] = state
 
