@@ -214,7 +214,9 @@ def train(case: dict[str, Any], plan: Plan, rank: int, group: Any) -> dict[str, 
         assert all(states[i]["step"] == kept[i]["step"] for i in kept) and set(states) == set(kept)
         for key in ("exp_avg", "exp_avg_sq"):
             result[key] = max(kit.distance(states[i][key], kept[i][key]) for i in kept)
-    if case.get("cuda"):  # bytes and times of a device: tests/backends/test_cuda_memory.py
+    # bytes and times of a device: tests/backends/test_cuda_memory.py; on streams, and where each rank leaves experts
+    # out, the bytes are not the plan's
+    if case.get("cuda") or case.get("streams") or case.get("model") == "experts":
         session.close(restore=False)
         return result
     predicted = play(plan)

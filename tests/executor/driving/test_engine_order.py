@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from thinned import half
 from torch import nn
 
 import executor
@@ -49,9 +50,10 @@ def compare(run: Any, kit: Any, *, steps: int, micro_batches: int, loss: Any = N
     return results
 
 
-@pytest.mark.parametrize("policy", ["tide", "zero_offload"])
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "mlp"])
+@pytest.mark.parametrize(
+    ("name", "checkpointing", "policy"),
+    half(["gpt2", "llama", "bert", "mlp"], [False, True], ["tide", "zero_offload"]),
+)
 def test_blocks_one_by_one_are_the_loop(
     start: Callable[..., Any], kit: Any, name: str, checkpointing: bool, policy: str
 ) -> None:

@@ -78,7 +78,7 @@ def test_autocast_over_fp32_weights_is_the_plain_loop(
     reference = Net(checkpointed)
     model = copy.deepcopy(reference)
     plain = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
-    losses = train(reference, plain, batches(), 5, micro_batches, loss_of=loss_of, clip=clip)
+    losses = train(reference, plain, batches(), 3, micro_batches, loss_of=loss_of, clip=clip)
     _, optimizer = executor.offload(
         model,
         torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
@@ -92,7 +92,7 @@ def test_autocast_over_fp32_weights_is_the_plain_loop(
     )
     session = optimizer.session
     assert session.plan.workload.dtype == "fp32"
-    assert train(model, optimizer, batches(), 5, micro_batches, loss_of=loss_of) == losses
+    assert train(model, optimizer, batches(), 3, micro_batches, loss_of=loss_of) == losses
     assert session.deviations == 0 and session.status().links["h2d"].moved_bytes > 0
     session.close()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters()))

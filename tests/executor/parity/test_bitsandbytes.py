@@ -106,9 +106,9 @@ def check_states(optimizer: OffloadedOptimizer, plain: torch.optim.Optimizer) ->
     ],
 )
 def test_is_bitsandbytes_to_the_bit(name: str, policy: str, micro: int, dtype: torch.dtype, whole: bool) -> None:
-    """In fp32 and in pure bf16; six steps, 20 with --whole: bits that differ later differ from some step on, and codes,
-    scales and sums of every kind of step are there after three."""
-    steps = 20 if whole else 6
+    """In fp32 and in pure bf16; three steps, 20 with --whole: bits that differ later differ from some step on, and
+    codes, scales and sums of every kind of step are there after three."""
+    steps = 20 if whole else 3
     reference, model = net(dtype), net(dtype)
     plain, mine = (OPTIMIZERS[name](each.parameters()) for each in (reference, model))
     losses = train(reference, plain, rows(), steps, micro)
@@ -128,10 +128,10 @@ def test_is_bitsandbytes_to_the_bit(name: str, policy: str, micro: int, dtype: t
 
 @pytest.mark.parametrize("name", ["adamw-8bit-all", "lion-bnb"])
 def test_states_on_disks_are_bitsandbytes_to_the_bit(kit: Any, name: str, tmp_path: Path) -> None:
-    """Six steps of 4 micro-batches, with room on the host for a part of the states."""
+    """Three steps of 4 micro-batches, with room on the host for a part of the states."""
     reference, model = net(), net()
     plain, mine = (OPTIMIZERS[name](each.parameters()) for each in (reference, model))
-    losses = train(reference, plain, rows(), 6, 4)
+    losses = train(reference, plain, rows(), 3, 4)
     with pytest.raises(DoesNotFit) as refusal:
         offloaded(model, mine, micro=4, machine=kit.small_machine(10**9, 400_000), disks=[tmp_path])
     machine = kit.small_machine(10**9, refusal.value.needed_bytes + 170_000)
@@ -139,7 +139,7 @@ def test_states_on_disks_are_bitsandbytes_to_the_bit(kit: Any, name: str, tmp_pa
     on_disks = {row.list for row in optimizer.session.plan.initial if row.place is Place.NVME}
     try:
         assert "momentum" in on_disks
-        assert train(model, optimizer, rows(), 6, 4) == losses
+        assert train(model, optimizer, rows(), 3, 4) == losses
         check_states(optimizer, plain)
     finally:
         optimizer.session.close()

@@ -58,7 +58,7 @@ CASES = {
     "parameters": ("mlp", "params=nvme", 3, 0.5, torch.float32, None),
     "both, in bf16": ("llama", "params=nvme,states=nvme", 2, 0.5, torch.bfloat16, None),
     "tide, clipped": ("gpt2", "tide", 1, 0.5, torch.float32, 0.3),
-    "tide, in bf16": ("llama", "tide", 4, None, torch.bfloat16, 0.5),
+    "tide, in bf16": ("llama", "tide", 2, None, torch.bfloat16, 0.5),
     "streams": ("llama", "optimal:order=depth-first", 2, 0.5, torch.float32, 0.4),
     "wholly, clipped": ("gpt2", "tide", 1, 0.5, torch.float32, 0.2),
     "wholly, in bf16": ("llama", "tide", 1, None, torch.bfloat16, 0.15),

@@ -198,10 +198,12 @@ def test_is_the_plain_loop_to_the_bit(
     name: str,
     policy: str,
     micro_batches: int,
+    whole: bool,
 ) -> None:
-    """least: GPU memory as a multiple of the weights, or the next one at which the policy has room. On one thread: with
-    several, kernels such as those of layer norm sum in another order under a plan."""
+    """least: GPU memory as a multiple of the weights, or the next one at which the policy has room. Two steps, three
+    with --whole. On one thread: with several, kernels such as those of layer norm sum in another order under a plan."""
     monkeypatch.setattr("executor.offloading.capture_module", partial(captured, family))
+    steps = 3 if whole else 2
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -210,7 +212,7 @@ def test_is_the_plain_loop_to_the_bit(
         reference.train()
         model = copy.deepcopy(reference)
         plain = OPTIMIZERS[name](reference.parameters())
-        losses = train(reference, plain, seeded(batch), 3, micro_batches, loss_of=loss_of)
+        losses = train(reference, plain, seeded(batch), steps, micro_batches, loss_of=loss_of)
         size, example = sum(4 * p.numel() for p in model.parameters()), batch(torch.Generator().manual_seed(9))
         own = OPTIMIZERS[name](model.parameters())
         for share in (least, 2 * least, 4 * least):
@@ -222,7 +224,7 @@ def test_is_the_plain_loop_to_the_bit(
                 break
             except DoesNotFit:
                 continue
-        assert train(model, optimizer, seeded(batch), 3, micro_batches, loss_of=loss_of) == losses
+        assert train(model, optimizer, seeded(batch), steps, micro_batches, loss_of=loss_of) == losses
         assert optimizer.session.deviations == 0
         optimizer.session.close()
         assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters()))

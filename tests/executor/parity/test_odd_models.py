@@ -151,7 +151,7 @@ def test_equals_plain_adamw(
     micro_batches, update, clip = way
     run = odd(cls, policy, micro_batches=micro_batches, update=update, clip=clip)
     mine, theirs = kit.train_both(
-        run.model, run.reference, run.optimizer, run.batches, steps=6, micro_batches=micro_batches
+        run.model, run.reference, run.optimizer, run.batches, steps=3, micro_batches=micro_batches
     )
     assert mine == pytest.approx(theirs, rel=1e-6)
     assert run.session.deviations == 0, list(run.session.deviation_log)

@@ -21,7 +21,7 @@ from pstar_sim.core.workspace import WHOLE_BYTES
 from pstar_sim.errors import CheckpointError, ContractError, PlanError
 from pstar_sim.policy.registry import find_policy
 
-WIDTH = 48
+WIDTH, STEPS = 48, 3
 optimization = Later("transformers.optimization")
 
 
@@ -111,12 +111,12 @@ def test_is_plain_torch_to_the_bit(name: str, policy: str, micro_batches: int, d
     """Pure bf16 has no masters: parameters, sums of gradients and moments are in bf16, as torch has them."""
     reference, model = net(dtype), net(dtype)
     plain, mine = (OPTIMIZERS[name](each.parameters()) for each in (reference, model))
-    losses = train(reference, plain, rows(dtype), 5, micro_batches)
+    losses = train(reference, plain, rows(dtype), STEPS, micro_batches)
     optimizer = offloaded(model, mine, dtype, micro_batches, policy)
     session = optimizer.session
     try:
         assert session.plan.workload.optimizer.name == name
-        assert train(model, optimizer, rows(dtype), 5, micro_batches) == losses
+        assert train(model, optimizer, rows(dtype), STEPS, micro_batches) == losses
         moved = session.status().links
         assert moved["h2d"].moved_bytes > 0
         states = optimizer.state_dict()["state"]
@@ -136,7 +136,7 @@ def test_clipping_in_pure_bf16_is_torchs(name: str, micro_batches: int) -> None:
     dtype = torch.bfloat16
     reference, model = net(dtype), net(dtype)
     plain, batches, norms = OPTIMIZERS[name](reference.parameters()), rows(dtype), []
-    for _ in range(5):
+    for _ in range(STEPS):
         for _ in range(micro_batches):
             (reference(next(batches)) / micro_batches).backward()
         norms.append(float(nn.utils.clip_grad_norm_(reference.parameters(), 1e-2)))
@@ -221,7 +221,7 @@ needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this t
 def test_muon_beside_adamw_is_plain_torch_to_the_bit(policy: str, micro_batches: int, dtype: torch.dtype) -> None:
     """Matrices are updated whole, once per step, from the sum over all micro-batches, wherever they are."""
     reference, model = net(dtype), net(dtype)
-    losses = train(reference, muon(reference), rows(dtype), 5, micro_batches)
+    losses = train(reference, muon(reference), rows(dtype), STEPS, micro_batches)
     own = muon(model)
     _, optimizer = executor.offload(
         model,
@@ -232,7 +232,7 @@ def test_muon_beside_adamw_is_plain_torch_to_the_bit(policy: str, micro_batches:
         masters="none",
         policy=policy,
     )
-    assert train(model, optimizer, rows(dtype), 5, micro_batches) == losses
+    assert train(model, optimizer, rows(dtype), STEPS, micro_batches) == losses
     moved = optimizer.session.status().links["h2d"].moved_bytes
     assert moved > 0 and optimizer.param_groups[0] is own[0].param_groups[0]
     optimizer.session.close()

@@ -67,10 +67,10 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
     ("kind", "policy", "gpu_memory", "micro_batches"),
     [
         ("nf4", "tide", "1.9MB", 1),
-        ("nf4", "optimal", "1.9MB", 4),
-        ("nf4", "zero_infinity", "2.3MB", 4),
-        ("nf4-single", "tide", "1.9MB", 4),
-        ("int8", "tide", "2.3MB", 4),
+        ("nf4", "optimal", "1.9MB", 3),
+        ("nf4", "zero_infinity", "2.3MB", 2),
+        ("nf4-single", "tide", "1.9MB", 2),
+        ("int8", "tide", "2.3MB", 2),
         ("int8", "zero_infinity", "2.9MB", 1),
     ],
 )

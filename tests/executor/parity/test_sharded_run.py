@@ -9,7 +9,7 @@ import pytest
 
 from pstar_sim.core.step import Kind
 
-STEPS = 6
+STEPS = 3
 SMALL = "bucket=20000,reuse=20000,prefetch=10000"
 SPECS = {
     f"zero3_offload:subgroup=30000,{SMALL}": {Kind.CPU_UPDATE},

@@ -14,7 +14,7 @@ from pstar_sim.policy import find_policy
 from pstar_sim.workload.workload import with_optimizer
 
 RELATIVE = 1e-6
-STEPS = 4
+STEPS = 3
 
 
 @pytest.mark.slow

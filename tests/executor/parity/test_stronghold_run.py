@@ -11,7 +11,7 @@ import torch
 
 from pstar_sim.core.step import Kind, Place, Queue
 
-STEPS = 4
+STEPS = 3
 
 
 @pytest.mark.parametrize(

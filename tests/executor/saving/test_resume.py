@@ -13,7 +13,7 @@ from thinned import half
 import executor
 from pstar_sim.core.plan import Settings
 
-STEPS, SAVED_AFTER = 5, 2
+STEPS, SAVED_AFTER = 4, 2
 
 
 def steps(kit: Any, run: Any, count: int) -> list[float]:
