@@ -9,6 +9,10 @@ Memory is taken in a process per job, whose model data are 4 times the host budg
 loaded from files, and while it trains. The baseline is the process after a run of a model of one layer of the same
 widths: programs, kernels' workspaces, and text. The virtual device is in the process too: its arena, the planned peak
 of the GPU, is taken off, or what it counts where that is more; while values are loaded what it holds.
+
+A checkpoint is written by a run with over 3 GB in its slots and a host with room for a sixth of the model data. It is
+resumed on disks, without disks, and by two processes on disks, and each saves what it has: digests of all values and
+states, by name.
 """
 
 from __future__ import annotations
@@ -30,6 +34,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+import xxhash
 from _results import write_result
 
 from executor import AdamW, prepare
@@ -40,11 +46,12 @@ from executor.measuring.rates import measure_virtual_machine
 from executor.models import build
 from executor.run import TrainingJob
 from executor.running.data import ByteText, batches_like, open_data
+from executor.saving.tensor_files import TensorFile, bytes_of, piece_buffer
 from executor.training import train
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.core.checker.check import check_plan
 from pstar_sim.core.plan import Plan, Settings
-from pstar_sim.core.step import DISK_QUEUES, Queue
+from pstar_sim.core.step import DISK_QUEUES, Place, Queue
 from pstar_sim.core.timeline import Span
 from pstar_sim.core.workspace import with_host_budget
 from pstar_sim.planner.compare import play_plan
@@ -149,9 +156,15 @@ DATA_SHARE = 1 / 4  # of the model data that have room on the host
 DATA_BYTES = {"fp32": 16, "bf16": 14}  # per parameter
 
 
-def write_models(folder: Path, name: str) -> None:
+CHECKPOINT = MemoryJob("gpt2", 20, 1024, "fp32", "400MB", "tide")
+CHECKPOINT_SHARE = 1 / 6
+PHASES = ("loading", "training", "saving", "resuming")
+PARTS = ("on disks", "without disks", "two processes")  # that resume it
+
+
+def write_models(folder: Path, job: MemoryJob) -> None:
     """Configuration and weights of the job's model, and of one with one layer."""
-    family, layers, width, dtype, *_ = MEMORY[name]
+    family, layers, width, dtype, *_ = job
     for count in {1, layers}:
         if family == "gpt2":
             sizes = {"n_layer": count, "n_embd": width, "n_head": 8, "n_positions": 128}
@@ -196,41 +209,58 @@ class Watch:
         return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def planned(weights: Path, disks: Path, job: MemoryJob, share: float) -> Plan:
+def planned(weights: Path, disks: Path | None, job: MemoryJob, share: float, gpus: int = 1) -> Plan:
     workload = capture(
         f"hf:{weights / 'config.json'}", batch=1, sequence=SEQUENCE, micro_batches=job.micro_batches, dtype=job.dtype,
         checkpointing=True,
     )  # fmt: skip
-    machine, policy = load_machine("virtual", gpu_memory=job.gpu, disks=[disks]), job.policy
+    machine = load_machine("virtual", gpu_memory=job.gpu, gpus=gpus, disks=[] if disks is None else [disks])
+    policy = job.policy
     params = sum(prod(tensor.shape) for tensor in workload.tensors if tensor.tied_to is None)
     room = round(share * DATA_BYTES[job.dtype] * params)
     machine, plan_on = with_host_budget(machine, room), partial(plan_once, find_policy(policy), workload)
     return with_room(plan_on, policy, workload, machine, Settings(clip=True), loading=Loading(way="in-place"))
 
 
-def train_on(weights: Path, disks: Path, plan: Plan, text: ByteText, watch: Watch | None, longer: int | None) -> None:
-    name, backend = f"hf:{weights / 'config.json'}", VirtualBackend(gpu_bytes=2 * plan.gpu_budget_bytes)
-    if watch is not None:
-        watch.phase, watch.device_bytes = "loading", lambda: backend.payload_bytes
-    built = build(
-        name, batch=1, sequence=SEQUENCE, device="cpu", dtype=plan.workload.dtype, checkpointing=True, empty=True
-    )
-    model, optimizer = prepare(
-        built.module, plan, AdamW(lr=1e-4, max_grad_norm=1.0), backend=backend, weights=weights, disks=[disks]
-    )
-    session = optimizer.session
-    if watch is not None:
-        arena_bytes = check_plan(plan).peak_bytes["gpu"]
-        watch.phase, watch.device_bytes = (
-            "training",
-            lambda: max(arena_bytes, backend.payload_bytes + backend.count_other()),
+class Loaded:
+    """A model of weights under a plan, from "loading" to "training"."""
+
+    def __init__(self, weights: Path, disks: Path | None, plan: Plan, watch: Watch | None) -> None:
+        name, backend = f"hf:{weights / 'config.json'}", VirtualBackend(gpu_bytes=2 * plan.gpu_budget_bytes)
+        if watch is not None:
+            watch.phase, watch.device_bytes = "loading", lambda: backend.payload_bytes
+        self.plan = plan
+        self.built = build(
+            name, batch=1, sequence=SEQUENCE, device="cpu", dtype=plan.workload.dtype, checkpointing=True, empty=True
         )
+        self.model, self.optimizer = prepare(
+            self.built.module, plan, AdamW(lr=1e-4, max_grad_norm=1.0), backend=backend, weights=weights,
+            disks=[] if disks is None else [disks],
+        )  # fmt: skip
+        self.session = self.optimizer.session
+        if watch is not None:
+            arena_bytes = check_plan(plan).peak_bytes["gpu"]
+            watch.phase, watch.device_bytes = (
+                "training",
+                lambda: max(arena_bytes, backend.payload_bytes + backend.count_other()),
+            )
+
+    def train(self, text: ByteText, steps: int, sequence: int = SEQUENCE) -> None:
+        example = {key: value[:, :1].expand(-1, sequence) for key, value in self.built.example_batch.items()}
+        batches = batches_like(example, text, vocabulary=self.built.vocabulary, seed=0)
+        train(self.model, self.optimizer, batches, steps=steps, micro_batches=self.plan.workload.micro_batches)
+
+    def close(self) -> None:
+        assert not self.session.deviations, self.session.deviation_log
+        self.session.close(restore=False)
+
+
+def train_on(weights: Path, disks: Path, plan: Plan, text: ByteText, watch: Watch | None, longer: int | None) -> None:
+    run = Loaded(weights, disks, plan, watch)
     for sequence in (SEQUENCE, longer or SEQUENCE):
-        example = {key: value[:, :1].expand(-1, sequence) for key, value in built.example_batch.items()}
-        batches = batches_like(example, text, vocabulary=built.vocabulary, seed=0)
-        train(model, optimizer, batches, steps=MEMORY_STEPS // 2, micro_batches=plan.workload.micro_batches)
-    assert session.outgrown.plans == (longer is not None) and not session.deviations, session.deviation_log
-    session.close(restore=False)
+        run.train(text, MEMORY_STEPS // 2, sequence)
+    assert run.session.outgrown.plans == (longer is not None)
+    run.close()
 
 
 def measure_memory(folder: Path, name: str) -> dict[str, object]:
@@ -244,9 +274,12 @@ def measure_memory(folder: Path, name: str) -> dict[str, object]:
     gc.collect()
     with Watch() as watch:
         train_on(large, disks, plan, text, watch, job.longer)
+    return {"job": name, **memory_of(plan, watch)}
+
+
+def memory_of(plan: Plan, watch: Watch) -> dict[str, object]:
     layout = plan.layout
     return {
-        "job": name,
         "parameters": sum(chunk.numel for chunk in layout.chunks),
         "model_data_bytes": sum(
             layout.payload_bytes(c.index, "param") + layout.states_bytes(c.index) for c in layout.chunks
@@ -258,6 +291,95 @@ def measure_memory(folder: Path, name: str) -> dict[str, object]:
         "planned_gpu_peak_bytes": check_plan(plan).peak_bytes["gpu"],
         **{f"{phase}_bytes": size for phase, size in watch.most_bytes.items()},
     }
+
+
+def save_checkpoint(folder: Path) -> dict[str, object]:
+    """In a process of its own: the run on disks, and what resumes it there."""
+    disks, text = folder / "disk", open_data(None)
+    small, large = folder / "1", folder / str(CHECKPOINT.layers)
+    plan = planned(large, disks, CHECKPOINT, CHECKPOINT_SHARE)
+    first = Loaded(small, disks, planned(small, disks, CHECKPOINT._replace(gpu="1GB", policy=ON_DISKS), 4), None)
+    first.train(text, 2)
+    first.optimizer.save(folder / "first")
+    first.optimizer.load(folder / "first")
+    first.close()
+    gc.collect()
+    with Watch() as watch:
+        run = Loaded(large, disks, plan, watch)
+        run.train(text, 2)
+        watch.phase = "saving"
+        run.optimizer.save(folder / "checkpoint")
+        run.close()
+        del run
+        resumed = Loaded(folder / "checkpoint", disks, plan, None)
+        watch.phase = "resuming"
+        resumed.optimizer.load(folder / "checkpoint")
+        resumed.optimizer.save(folder / PARTS[0])
+        resumed.close()
+    on_disks = [row for row in plan.initial if row.place is Place.NVME]
+    return {
+        **memory_of(plan, watch),
+        "slots_bytes": sum(plan.layout.payload_bytes(row.chunk, row.list) for row in on_disks),
+    }
+
+
+def resume_checkpoint(folder: Path, part: str) -> None:
+    """In one process, or in each of two (`RANK`)."""
+    ranks, weights = 1 + (part == PARTS[2]), folder / "checkpoint"
+    disks = folder / "disk" if ranks > 1 else None
+    plan = planned(weights, disks, CHECKPOINT, CHECKPOINT_SHARE if ranks > 1 else 3, gpus=ranks)
+    if ranks > 1:
+        store = f"file://{folder / 'store'}"
+        torch.distributed.init_process_group("gloo", init_method=store, rank=int(os.environ["RANK"]), world_size=ranks)
+    run = Loaded(weights, disks, plan, None)
+    run.optimizer.load(weights)
+    run.optimizer.save(folder / part)
+    run.close()
+
+
+def digests(checkpoint: Path) -> dict[str, str]:
+    """Of each tensor, slices of several processes joined."""
+    buffer, pieces = piece_buffer(), dict[str, list[tuple[int, TensorFile, str]]]()
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        file = TensorFile(path)
+        for key in file.entries:
+            name, _, start = key.partition("@")
+            if not key.startswith("random."):
+                pieces.setdefault(name, []).append((int(start or 0), file, key))
+    sums: dict[str, str] = {}
+    for name, rows in pieces.items():
+        checksum = xxhash.xxh3_64()
+        for _, file, key in sorted(rows, key=lambda row: row[0]):
+            with file.opened() as descriptor:
+                for _, piece in file.pieces(descriptor, key, buffer):
+                    checksum.update(bytes_of(piece.view(torch.uint8)))
+        sums[name] = checksum.hexdigest()
+    return sums
+
+
+def measure_checkpoint(folder: Path) -> dict[str, Any]:
+    write_models(folder, CHECKPOINT)
+    (folder / "disk").mkdir()
+
+    def begin(part: str, rank: int = 0) -> subprocess.Popen[str]:
+        command = [sys.executable, __file__, "--folder", str(folder), "--checkpoint", part]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "RANK": str(rank)})
+
+    def ended(process: subprocess.Popen[str]) -> str:
+        said, _ = process.communicate()
+        assert process.returncode == 0, f"{process.args}: exit status {process.returncode}"
+        return said
+
+    row: dict[str, Any] = json.loads(ended(begin(PARTS[0])).splitlines()[-1])
+    saved = digests(folder / "checkpoint")
+    row["tensors"], row["equal"] = len(saved), {}
+    for part in PARTS:
+        for process in [begin(part, rank) for rank in range({PARTS[0]: 0, PARTS[1]: 1, PARTS[2]: 2}[part])]:
+            ended(process)
+        row["equal"][part] = digests(folder / part) == saved
+        shutil.rmtree(folder / part)
+    row["left"] = sorted(path.name for path in (folder / "disk").iterdir())
+    return row
 
 
 def memory_rows(folder: Path) -> list[dict[str, Any]]:
@@ -277,19 +399,27 @@ def memory_rows(folder: Path) -> list[dict[str, Any]]:
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--folder", default=".", help="on a disk that O_DIRECT reaches (default: the current folder)")
-    flags.add_argument("--only", choices=("memory", "seconds"), help="leave out the other (default: both)")
+    flags.add_argument("--only", choices=("memory", "seconds", "checkpoint"), help="leave out the others")
     flags.add_argument("--models", help=argparse.SUPPRESS)
     flags.add_argument("--memory", help=argparse.SUPPRESS)
+    flags.add_argument("--checkpoint", choices=PARTS, help=argparse.SUPPRESS)
     given = flags.parse_args()
     if given.models:
-        write_models(Path(given.folder), given.models)
+        write_models(Path(given.folder), MEMORY[given.models])
+        return
+    if given.checkpoint == PARTS[0]:
+        print(json.dumps(save_checkpoint(Path(given.folder))))
+        return
+    if given.checkpoint:
+        resume_checkpoint(Path(given.folder), given.checkpoint)
         return
     if given.memory:
         print(json.dumps(measure_memory(Path(given.folder), given.memory)))
         return
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        memory = [] if given.only == "seconds" else memory_rows(Path(folder))
-        rows = [] if given.only == "memory" else measure(Path(folder))
+        memory = memory_rows(Path(folder)) if given.only in (None, "memory") else []
+        rows = measure(Path(folder)) if given.only in (None, "seconds") else []
+        checkpoint = measure_checkpoint(Path(folder)) if given.only in (None, "checkpoint") else {}
     for row in memory:
         keys = ("planned_host_peak_bytes", "host_needed_bytes", "loading_bytes", "training_bytes")
         peak, needed, loading, training = (format_bytes(row[key]) for key in keys)
@@ -303,6 +433,15 @@ def main() -> None:
             f"{', '.join(f'{each:.3f}' for each in row['measured_s'])} s, {row['error']:+.1%}; of the disks' time "  # type: ignore[attr-defined]
             f"{row['hidden_share']:.0%} is hidden, {row['predicted_hidden_share']:.0%} predicted"
         )
+    if checkpoint:
+        keys = ("slots_bytes", "planned_host_peak_bytes", *(f"{phase}_bytes" for phase in PHASES))
+        slots, peak, *phases = (format_bytes(checkpoint[key]) for key in keys)
+        print(
+            f"a checkpoint of {slots} on disks: the plan's host peak is {peak}; the process takes "
+            f"{', '.join(f'{size} while {phase}' for size, phase in zip(phases, PHASES))}; all {checkpoint['tensors']} "
+            f"tensors are equal: {checkpoint['equal']}; left on the disks: {checkpoint['left']}"
+        )
+        write_result("disks_checkpoint", {"row": checkpoint})
     if memory:
         write_result("disks_memory", {"rows": memory})
     if rows:
