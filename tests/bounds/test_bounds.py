@@ -127,7 +127,7 @@ def test_dram_carries_copies_and_adam() -> None:
 
 
 def test_a_barrier_never_lowers_the_bound_and_pins_never_raise_it() -> None:
-    for seed in range(40):
+    for seed in range(20):
         w = random_workload(seed)
         layout = build_layout(w)
         m = machine(gpu_memory_bytes=w.peak_non_model_bytes + w.params * 10, adam_params_per_s=3e7, flops_per_s=1e12)
@@ -139,7 +139,7 @@ def test_a_barrier_never_lowers_the_bound_and_pins_never_raise_it() -> None:
 def test_least_maximum_is_found_exactly() -> None:
     """Against a grid of 4001 points on random lines with random ends: never above any point, and reached."""
     rng = random.Random(5)
-    for _ in range(200):
+    for _ in range(100):
         lines = [pinned._BoundLine("compute", rng.uniform(0, 5), rng.uniform(0, 2))]
         lines += [
             pinned._BoundLine("adam", rng.uniform(0, 9), rng.uniform(-3, 0.5), until_x=rng.uniform(0, 5))

@@ -29,7 +29,7 @@ ON_CPU, ON_GPU = Way(on_gpu=False), Way(on_gpu=True)
 ON_CPU_SUMMED, ON_GPU_SUMMED = Way(on_gpu=False, summed=True), Way(on_gpu=True, summed=True)
 MOST_STATES = 20_000
 RESULT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "bounds.json"
-SAMPLE, JOB_SAMPLE = 20, 6  # one in so many
+SAMPLE, JOB_SAMPLE = 40, 12  # one in so many
 
 
 def tiny(**changed: object) -> Tiny:

@@ -137,7 +137,7 @@ def test_no_plan_is_faster() -> None:
     slower beside collectives."""
     played = 0
 
-    @hypothesis.settings(max_examples=12)
+    @hypothesis.settings(max_examples=8)
     @given(jobs(ranks=(2, 3, 4), layers=2), chances())
     def holds(job: Drawn, chance: Random) -> None:
         nonlocal played

@@ -30,13 +30,13 @@ ON_GPU = "sums of gradients: on the GPU where that pays"
 PLAINEST = "tide:capacity=peak,eviction=lru,prefetch=none,adam=after-backward,pins=0"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def machine() -> Machine:
     """2 MiB cross the link in 2 s and are updated in 1 s."""
     return round_machine(gpu_memory_bytes=20 * MIB, flops_per_s=1e9, cores=2, measured=False)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def found(machine: Machine) -> Ablation:
     return ablate(chain_workload(6, MIB, forward_s=1.0, tide_bytes=MIB), machine, EAGER, policy="tide")
 

@@ -239,7 +239,7 @@ def test_ranks_that_take_different_shares_are_timed_as_compare_times_them(tmp_pa
     file = tmp_path / "pair.toml"
     file.write_text(UNEQUAL)
     m = load_machine(file)
-    six, two = (ps.preset("gpt2-medium", batch=b, seq=512, dtype="fp16") for b in (6, 2))
+    six, two = (ps.preset("gpt2", batch=b, seq=512, dtype="fp16") for b in (6, 2))
     row = ps.compare([six, two], m, policies=["all_on_gpu"], barrier_cost=False).rows[0]
     fit = ps.fits([six, two], m, policies=["all_on_gpu"]).rows[0]
     assert row.iteration_s is not None
@@ -250,7 +250,7 @@ def test_ranks_that_take_different_shares_are_timed_as_compare_times_them(tmp_pa
     with pytest.raises(PstarError, match="the ranks of pair differ, so nothing says which GPU"):
         sensitivity([six, two], m, policies=["all_on_gpu"], parts=["one more GPU"], largest=False)
     priced = override(m, {"price": 5.0})
-    offer = cheapest("gpt2-medium", tokens=1e8, batch=8, seq=512, machines=[priced], policies=["all_on_gpu"]).rows[0]
+    offer = cheapest("gpt2", tokens=1e8, batch=8, seq=512, machines=[priced], policies=["all_on_gpu"]).rows[0]
     assert offer.tokens_per_s == row.tokens_per_s
     assert (offer.batch, offer.micro_batches) == (8, 1)
 

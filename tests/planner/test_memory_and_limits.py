@@ -82,8 +82,10 @@ def _count(tried: object) -> int:
     return tried if isinstance(tried, int) else len(tried)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("clip", [True, False])
+@pytest.mark.parametrize(
+    ("clip", "micro_batches"),
+    [(True, 3), (False, 1), *(pytest.param(*row, marks=pytest.mark.whole) for row in ((True, 1), (False, 3)))],
+)
 def test_a_quick_answer_is_what_planning_says(micro_batches: int, clip: bool) -> None:
     """On GPUs and hosts around the least that does: the same yes, or the same place and bytes."""
     w = preset("gpt2", batch=1, seq=64, micro_batches=micro_batches)
@@ -738,6 +740,7 @@ def test_changed_jobs_are_sized_as_if_all_their_layers_were_written() -> None:
         assert (sizes.peak_bytes, sizes.startup_bytes) == (w.peak_non_model_bytes, loading.startup_bytes(w, 1))
 
 
+@pytest.mark.whole
 def test_the_smallest_change_of_logits_policies_and_bases() -> None:
     """65,536 logits of 128,256 tokens: 16.8 GB in bf16, twice that in fp32."""
     long = preset("llama-3.2-1b", batch=1, seq=65536)

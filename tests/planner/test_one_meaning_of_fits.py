@@ -49,7 +49,7 @@ def test_every_question_gives_the_same_answer(policy: str, loading: str) -> None
     the answer turns. Every policy in one way of loading, in both with --whole."""
     fit_before: bool | None = None
     seen = set[bool]()
-    for host in (2.2, 2.4, 3.6, 3.7, 3.8, 3.9, 4.0, 4.2, 4.4, 4.8, 6.0):
+    for host in (2.2, 2.4, 3.6, 3.8, 4.0, 4.4, 6.0):
         m = ps.machine("virtual", gpu_memory="900MB", host_memory=f"{host}GB")
         (fit,) = ps.fits(gpt2(1), m, policies=[policy], loading=loading, near=False)
         row = ps.compare(gpt2(1), m, policies=[policy], loading=loading, barrier_cost=False, near=False).rows[0]

@@ -109,13 +109,9 @@ def deep_variant(batch: int, checkpointing: bool) -> Workload:
     return replace(w, batch=batch)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.parametrize(
-    ("gpu_mib", "link_mib_per_s", "settings"),
-    [
-        (12, 40, EAGER),
-        *(pytest.param(*row, marks=pytest.mark.whole) for row in ((12, 160, Settings()), (20, 10, EAGER))),
-    ],
+    ("gpu_mib", "link_mib_per_s", "settings"), [(12, 40, EAGER), (12, 160, Settings()), (20, 10, EAGER)]
 )
 def test_optimal_is_never_slower_than_what_another_policy_would_choose(
     gpu_mib: int, link_mib_per_s: int, settings: Settings
