@@ -51,6 +51,17 @@ def workspace_bytes(w: Workload) -> int:
     return pieces + WHOLE_BYTES * whole + rounding + tables + LOGGED_BYTES * logged
 
 
+def bytes_of_all(machine: Machine, *, disks: bool = True) -> int:
+    """The budgets of all GPUs, hosts and (`disks`) disks."""
+    each = machine.gpu_budget_bytes + machine.host_budget_bytes + (machine.nvme_budget_bytes if disks else 0)
+    return each * machine.world_size
+
+
+def beyond_all(workload: Workload, machine: Machine, *, disks: bool = True) -> bool:
+    """Whether weights and states take more than these places together."""
+    return workload.weights_bytes + workload.states_bytes > bytes_of_all(machine, disks=disks)
+
+
 def with_host_budget(machine: Machine, budget_bytes: int) -> Machine:
     memory = budget_bytes * machine.local_ranks + machine.host.reserved_bytes
     return replace(machine, host=replace(machine.host, memory_bytes=memory))
@@ -81,7 +92,7 @@ def beside_workspace(
     except DoesNotFit as short:
         # an answer that leaves the disks alone may have the whole host
         lacking = {"host": short.needed_bytes - inside.host_budget_bytes, "nvme": short.short_bytes}
-        if lacking.get(short.place, inf) <= size_bytes:
+        if lacking.get(short.place, inf) <= size_bytes and not beyond_all(workload, machine, disks=False):
             with suppress(DoesNotFit):
                 if not on_disks(whole := ask(machine)):
                     return whole

@@ -28,6 +28,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.prices import Price, load_prices
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Settings
+from pstar_sim.core.workspace import beyond_all
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import CannotPlan, DoesNotFit, ModelError, NothingFits, PstarError, UnknownName
 from pstar_sim.planner.asked import OnPart, asked_names, settings_of, teller
@@ -36,7 +37,7 @@ from pstar_sim.planner.batch_shares import least_batch, machine_of
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.compare import Row, compare
 from pstar_sim.planner.jobs import Job
-from pstar_sim.planner.memory_needs import beyond_all, shortage
+from pstar_sim.planner.memory_needs import shortage
 from pstar_sim.planner.stages_compared import StagesRow, compare_stages, least_s
 from pstar_sim.planner.stages_degrees import ASKED, Way, ways_of
 from pstar_sim.policy.registry import STAGED, named, reorders

@@ -1,17 +1,18 @@
 """The largest model and the largest batch that a machine can train, by policy.
 
 Only memory counts. [Note: an upper bound of any model] The working list and the states of every parameter lie
-somewhere: w + s bytes per parameter, on the GPUs, the hosts and (for policies that use them) the disks together; no
-search goes beyond. The least memory that a policy needs grows with depth and with batch, except for small drops where
-the chunk size changes. So the search asks next where a line through the needs of refused depths meets the machine's
-bytes; without a line, half way. It ends when L fits and L + 1 does not, after few plans, few of them above the limit.
+somewhere: w + s bytes per parameter, on GPUs, hosts and disks together; weights lie on the host while they are loaded.
+No search goes beyond. The least memory that a policy needs grows with depth and with batch, except where the chunk size
+changes. So the search asks next where a line through the needs of refused depths meets the machine's bytes; without a
+line, half way. It ends when L fits and L + 1 does not, after few plans.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 
 from msgspec import structs
 
@@ -21,14 +22,15 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import MOST_WIDTH, ModelEntry, count_params, model_entry, model_names
 from pstar_sim.collector import without_garbage_collection
 from pstar_sim.core.plan import Settings
-from pstar_sim.dtypes import BASES, STORAGE
+from pstar_sim.core.workspace import bytes_of_all
+from pstar_sim.dtypes import BASES, DTYPES, STORAGE
 from pstar_sim.errors import CannotPlan, DoesNotFit, ModelError, PstarError, UnknownName
 from pstar_sim.planner.asked import asked_policies, settings_of
 from pstar_sim.planner.balance import chooses, roomiest_job
 from pstar_sim.planner.batch_shares import least_batch, machine_of, of_shares, share_out, shares_of_batch
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.jobs import Job
-from pstar_sim.planner.memory_needs import bytes_of_all, may_use_disks, shortage
+from pstar_sim.planner.memory_needs import shortage
 from pstar_sim.planner.nearest import Elsewhere, nearest
 from pstar_sim.planner.stages_degrees import recomputing_all, ways_of
 from pstar_sim.planner.stages_shortages import stages_shortage
@@ -45,12 +47,12 @@ from pstar_sim.workload.workload import Workload
 
 MOST_BATCH = 1 << 20
 MOST_LAYERS = 1 << 13
+MOST_ON_DISKS = 1 << 10  # layers, if GPU and host hold fewer: a plan has a hundred thousand steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
     """value: layers, or sequences per micro-batch of all ranks; 0 if not even 1 fits.
-    params: of the largest model.
     catalog_model, catalog_params: the largest model of the catalog that fits.
     short_of: the place of one rank that is short for one more layer or sequence.
     reason: why one more layer or sequence does not fit. A policy that cannot plan for such a machine has only a reason.
@@ -193,6 +195,7 @@ def max_model(
         job=job,
         dtype=working,
         least_bytes=STORAGE[base or working].bytes_per_param + (0 if adapter else job.states.least_bytes_per_param),
+        loaded_bytes=0.0 if parallel or machine.unified else _loaded_bytes(loading, working, base, machine),
     )
     ask = _asker(machine, settings, loading)
 
@@ -213,6 +216,7 @@ def max_model(
         models.most_layers,
         first=entry.layers,
         near=near,
+        from_others=machine.nvme is not None,
         on_policy=on_policy,
     )
     names = _known_models(seq, job) if catalog else []
@@ -242,6 +246,7 @@ def max_model(
 class _Models:
     """entry: the model `like` of the family.
     least_bytes: what a parameter takes in all places together.
+    loaded_bytes: on each host while weights are loaded, or 0.
     """
 
     machine: Machine
@@ -252,6 +257,7 @@ class _Models:
     job: Job
     dtype: str
     least_bytes: float
+    loaded_bytes: float
     made: dict[tuple[ModelEntry, bool], Workload] = field(default_factory=dict)
 
     def shape(self, layers: int) -> ModelEntry:
@@ -273,16 +279,32 @@ class _Models:
             self.made[shape, roomy] = workload
         return self.made[shape, roomy]
 
-    def most_params(self, policy: str | Policy) -> int:
-        """By [Note: an upper bound of any model]."""
-        return self.within(disks=may_use_disks(policy))
-
     def within(self, *, disks: bool) -> int:
         return int(bytes_of_all(self.machine, disks=disks) // self.least_bytes)
 
+    def loaded(self, policy: str | Policy) -> int:
+        if not self.loaded_bytes or can(policy).counts_host:
+            return sys.maxsize
+        return int(self.machine.host_budget_bytes // self.loaded_bytes)
+
+    def most_params(self, policy: str | Policy) -> int:
+        """By [Note: an upper bound of any model]."""
+        return min(self.within(disks=can(policy).disks), self.loaded(policy))
+
     def most_layers(self, policy: str | Policy) -> int:
         one, two = count_params(self.shape(1)), count_params(self.shape(2))
-        return min(MOST_LAYERS, max(0, (self.most_params(policy) - one) // (two - one) + 1))
+
+        def layers(params: int) -> int:
+            return max(0, (params - one) // (two - one) + 1)
+
+        # one more than can be loaded is asked about, for the reason
+        room = layers(self.within(disks=can(policy).disks)), layers(self.loaded(policy)) + 1
+        return min(MOST_LAYERS, *room, max(MOST_ON_DISKS, layers(self.within(disks=False))))
+
+
+def _loaded_bytes(loading: Loading, working: str, base: str | None, machine: Machine) -> float:
+    widths = [DTYPES[loading.dtype or working].bytes, *([] if base is None else [STORAGE[base].bytes_per_param])]
+    return min(widths) * loading.of_rank(machine.local_ranks, machine.local_ranks) / machine.local_ranks
 
 
 def _depth_row(
@@ -296,16 +318,22 @@ def _depth_row(
     row = _limit(policy, layers, error)
     if layers:
         row = replace(row, params=models.shape(layers).params)
+    if layers == MOST_ON_DISKS and error is None:
+        row = replace(row, reason=f"depths of more than {MOST_ON_DISKS:,} layers are not asked about")
     small = (name for name in names if model_entry(name).params <= models.most_params(policy))
-    best = next((name for name in small if _has_room(room, policy, model_entry(name))), None)
+    unable = not layers and isinstance(error, CannotPlan)
+    best = next((name for name in small if _has_room(room, policy, model_entry(name), unable=unable)), None)
     return row if best is None else replace(row, catalog_model=best, catalog_params=model_entry(best).params)
 
 
 def _has_room(
-    room: Callable[[str | Policy, ModelEntry], Refusal | None], policy: str | Policy, known: ModelEntry
+    room: Callable[[str | Policy, ModelEntry], Refusal | None], policy: str | Policy, known: ModelEntry, *, unable: bool
 ) -> bool:
     """False, too, for a model that the job cannot have, such as one without the modules that an adapter names."""
     try:
+        # one without a plan for the job, whatever the depth, is asked about few layers first
+        if unable and isinstance(room(policy, deeper(known, min(2, known.layers))), CannotPlan):
+            return False
         return room(policy, known) is None
     except ModelError:
         return False
@@ -411,18 +439,22 @@ def _limits(
     *,
     first: int,
     near: Mapping[str, int] | None = None,
+    from_others: bool = False,
     on_policy: Callable[[str, int, int], None] | None = None,
 ) -> list[tuple[int, Refusal | None]]:
-    """A policy that tries others comes last: it fits wherever another does (disks are left out here)."""
+    """A policy that tries others comes last: it fits wherever another does."""
     found: dict[str, tuple[int, Refusal | None]] = {}
     for number, policy in enumerate(sorted(policies, key=lambda policy: can(policy).tries_others)):
         if on_policy is not None:
             on_policy(policy_name(policy), number, len(policies))
         most = most_of(policy)
         guess = (near or {}).get(policy_name(policy))
-        limit = _largest(lambda n, policy=policy: ask(policy, n), most, first=first, near=guess)  # type: ignore[misc]
+        others = {name: limit for name, limit in found.items() if name in built_in()}
+        known = [largest for largest, _ in others.values()] if from_others else []
+        least = max(known, default=0) if can(policy).tries_others else 0
+        limit = _largest(partial(ask, policy), most, first=first, near=guess, known=known, least=least)
         if can(policy).tries_others:
-            limit = _others_go_on(limit, found, lambda name: lambda n: ask(name, n), most)
+            limit = _others_go_on(limit, others, lambda name: partial(ask, name), most)
         found[policy_name(policy)] = limit
     return [found[policy_name(policy)] for policy in policies]
 
@@ -448,16 +480,24 @@ def _others_go_on(
 
 
 def _largest(
-    ask: Callable[[int], Refusal | None], most: int, *, first: int = 1, near: int | None = None
+    ask: Callable[[int], Refusal | None],
+    most: int,
+    *,
+    first: int = 1,
+    near: int | None = None,
+    known: Sequence[int] = (),
+    least: int = 0,
 ) -> tuple[int, Refusal | None]:
     """(the largest n in 0..most that fits, why n + 1 does not or None). From `first` (many layers take long), n
     becomes four times as large, then follows lines, and every third time halves the interval.
 
     near: a guess, asked first, then further away.
+    known: n stops beside these on its way.
+    least: fits.
     """
-    low, high = 0, most + 1
+    low, high = least, most + 1
     errors: dict[int, Refusal] = {}
-    tried, asked = min(first if near is None else max(1, near), most), 0
+    tried, asked = min(least + 1 if least else first if near is None else max(1, near), most), 0
     stride = 1
     while high - low > 1:
         error = ask(tried)
@@ -468,6 +508,7 @@ def _largest(
         asked += bool(errors)
         if not errors:
             tried = min(4 * low if near is None else low + stride, most)
+            tried = max((n + 1 for n in known if low <= n < tried), default=tried)
             stride = max(4 * stride, low // 16)
         else:
             guess = (low + high) // 2 if asked % 3 == 0 else _along_a_line(errors, low, high)

@@ -41,6 +41,7 @@ from pstar_sim.core.step import Place
 from pstar_sim.core.workspace import (
     WORKSPACE,
     beside_workspace,
+    beyond_all,
     planned_beside_workspace,
     with_host_budget,
     workspace_bytes,
@@ -52,11 +53,10 @@ from pstar_sim.policy.kit.capabilities import Capabilities
 from pstar_sim.policy.kit.facts import facts_of
 from pstar_sim.policy.kit.iteration_order import in_order
 from pstar_sim.policy.kit.job import Job
-from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.policy.kit.schedule import Modes
 from pstar_sim.policy.kit.sharing import plan_once
 from pstar_sim.policy.passes.feasibility import check_gpu, check_host
-from pstar_sim.policy.registry import Policy, built_in, can, find_policy, is_built_in, policy_name
+from pstar_sim.policy.registry import Policy, built_in, can, find_policy, policy_name
 from pstar_sim.sim.play import play
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.loading import WHOLE, Loading
@@ -122,24 +122,6 @@ class Need:
             Phase(name="saving", host_bytes=steps),
             Phase(name="resuming", host_bytes=max(loading, steps), what=what if loading > steps else ""),
         )
-
-
-def bytes_of_all(machine: Machine, *, disks: bool = True) -> int:
-    """The budgets of all GPUs, hosts and (`disks`) disks."""
-    each = machine.gpu_budget_bytes + machine.host_budget_bytes + (machine.nvme_budget_bytes if disks else 0)
-    return each * machine.world_size
-
-
-def may_use_disks(policy: str | Policy) -> bool:
-    if not isinstance(policy, str):
-        return True
-    _, options = split_spec(policy)
-    return not is_built_in(find_policy(policy)) or "nvme" in options
-
-
-def beyond_all(workload: Workload, machine: Machine) -> bool:
-    """Whether weights and states take more than all places together, so that there is no plan."""
-    return workload.weights_bytes + workload.states_bytes > bytes_of_all(machine)
 
 
 def shortage(
@@ -452,7 +434,8 @@ def memory_need(
 
             def need_on(where: Machine) -> Need:
                 any_will_do = None if where is machine else startup_bytes  # of the whole host, with its plan
-                return _most_on_host(plan_on, where, loading, startup_bytes=any_will_do, asked=refusal is None)[1]
+                whole = refusal is None and not beyond_all(workload, where, disks=False)
+                return _most_on_host(plan_on, where, loading, startup_bytes=any_will_do, asked=whole)[1]
 
             def on_disks_of(found: Need) -> bool:
                 return found.plan is None or found.plan.nvme_budget_bytes > 0

@@ -14,10 +14,10 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import model_entry
 from pstar_sim.collector import without_garbage_collection
 from pstar_sim.core.plan import Settings
+from pstar_sim.core.workspace import bytes_of_all
 from pstar_sim.cost import Computing
 from pstar_sim.errors import ModelError
 from pstar_sim.planner.jobs import Job
-from pstar_sim.planner.memory_needs import bytes_of_all
 from pstar_sim.planner.stages_cut import Cut
 from pstar_sim.planner.stages_degrees import Way
 from pstar_sim.planner.stages_machines import machine_of_stage

@@ -310,7 +310,8 @@ def limits_text(answer: Limits, *, width: int | None = None) -> str:
         hosts = "their host" if m.nodes == 1 else f"their {m.nodes} hosts"
         who = "the GPU and its host" if m.world_size == 1 else f"{m.world_size} GPUs and {hosts}"
         room = format_bytes((m.gpu_budget_bytes + m.host_budget_bytes) * m.world_size)
-        lines.append(f"{who} hold {room} in all, enough for at most {_params(answer.most_params)} parameters")
+        most = f"{_params(answer.most_params)} parameters" + " without disks" * (m.nvme is not None)
+        lines.append(f"{who} hold {room} in all, enough for at most {most}")
     lines = [*_folded(lines, width), ""]
     published = published_limits(m) if answer.what == "layers" else ()
     if answer.what == "layers":
@@ -322,7 +323,8 @@ def limits_text(answer: Limits, *, width: int | None = None) -> str:
     if published:
         texts = [f"{p.system} {_params(p.params)}: {p.source}" for p in published]
         lines += _notes(["published: " + "; ".join(texts)], width)
-    lines += _notes([row.reason for row in answer.rows if row.value == 0 and row.reason], width)
+    untold = (row.reason for row in answer.rows if row.reason and (row.value == 0 or row.short_of is None))
+    lines += _notes([*dict.fromkeys(untold)], width)
     lines += _notes([f"note: {note}" for note in _limit_notes(answer)], width)
     return "\n".join(lines) + "\n"
 

@@ -16,22 +16,23 @@ import pytest
 import pstar_sim as ps
 from pstar_sim.catalog.loader import load_catalog
 from pstar_sim.catalog.machine import Nvme
+from pstar_sim.catalog.model_shapes import model_entry
 from pstar_sim.catalog.overrides import override
 from pstar_sim.core.plan import ANY_PLAN
 from pstar_sim.core.slabs import host_payloads, pack_slabs
 from pstar_sim.core.step import Place
-from pstar_sim.core.workspace import WORKSPACE, with_host_budget, workspace_bytes
+from pstar_sim.core.workspace import WORKSPACE, bytes_of_all, with_host_budget, workspace_bytes
 from pstar_sim.errors import PstarError
 from pstar_sim.planner import memory_needs, nearest
 from pstar_sim.planner.compare import plan_and_play
 from pstar_sim.planner.explain import tide_gain
 from pstar_sim.planner.fits import SmallestChange, fits
-from pstar_sim.planner.jobs import _written
-from pstar_sim.planner.limits import _largest, _others_go_on, deeper, max_batch, max_model
-from pstar_sim.planner.memory_needs import bytes_of_all, least_gpu_bytes, memory_need, need_of_plan, shortage, with_room
+from pstar_sim.planner.jobs import Job, _written
+from pstar_sim.planner.limits import _largest, _loaded_bytes, _others_go_on, deeper, max_batch, max_model
+from pstar_sim.planner.memory_needs import least_gpu_bytes, memory_need, need_of_plan, shortage, with_room
 from pstar_sim.planner.nearest import Elsewhere
 from pstar_sim.planner.trust import untuned
-from pstar_sim.policy.registry import find_policy
+from pstar_sim.policy.registry import built_in, can, find_policy
 from pstar_sim.report.capacity_tables import fits_text
 from pstar_sim.report.tables import format_size
 from pstar_sim.testing import MIB, chain_workload, round_machine
@@ -300,7 +301,7 @@ def test_no_policy_is_planned_for_a_model_beyond_all_memories(monkeypatch: pytes
     assert asked_others(0)
 
 
-def beside_disks(host: str | int, disk_bytes: int) -> ps.Machine:
+def beside_disks(host: str | int, disk_bytes: int, *, gpu: str = "1.2GB") -> ps.Machine:
     disks = Nvme(
         name="disks",
         memory_bytes=disk_bytes,
@@ -310,7 +311,7 @@ def beside_disks(host: str | int, disk_bytes: int) -> ps.Machine:
         measured=False,
         source="a test",
     )
-    return replace(ps.machine("virtual", gpu_memory="1.2GB", host_memory=host), nvme=disks)
+    return replace(ps.machine("virtual", gpu_memory=gpu, host_memory=host), nvme=disks)
 
 
 @pytest.mark.parametrize("disk_bytes", [pytest.param(400 * MB, marks=pytest.mark.whole), 10 * GB])
@@ -359,6 +360,51 @@ def test_a_policy_that_leaves_the_disks_alone_is_asked_for_its_smallest_plan_alo
     assert short is not None and short.place == "host" and "while they are loaded" in short.what
     whole, least, smallest = hosts
     assert whole == 1300 * MB - workspace_bytes(w) and least == 1 and least < smallest < whole
+
+
+@pytest.mark.parametrize("policy", ["tide", "stronghold"])
+def test_with_disks_the_deepest_model_is_larger_than_gpu_and_host(policy: str) -> None:
+    """The disks have room for many more layers: while the weights are loaded, the host is short."""
+    answer = max_model(beside_disks("2.8GB", 10 * GB), batch=1, seq=64, like="gpt2", policies=[policy], catalog=False)
+    (row,) = answer.rows
+    assert row.params is not None and answer.most_params is not None and row.params > answer.most_params
+    assert row.short_of == "host"
+
+
+def test_deeper_models_than_anybody_trains_are_not_asked_about_for_disks() -> None:
+    """4 TB of disks have room for the states of 50,000 layers of gpt2's, and the host could load 1,270."""
+    m = beside_disks("20GB", 4000 * GB, gpu="16GB")
+    answer = max_model(m, batch=1, seq=64, like="gpt2", policies=["tide", "optimal"], catalog=False)
+    assert [row.value for row in answer.rows] == [1024, 1024]
+    assert answer["tide"].reason == "depths of more than 1,024 layers are not asked about"
+    assert repr(answer).count("depths of more than 1,024 layers") == 1
+    assert "enough for at most 2.43 B parameters without disks" in " ".join(repr(answer).split())
+
+
+@pytest.mark.parametrize("policy", [name for name in built_in() if not can(name).disks])
+def test_a_policy_that_leaves_the_disks_alone_keeps_nothing_there(policy: str) -> None:
+    """The disks have room for all of gpt2, which fits GPU and host."""
+    w, m = preset("gpt2", batch=1, seq=64), beside_disks("8GB", 10 * GB, gpu="6GB")
+    assert find_policy(policy)(w, m, ps.Settings()).nvme_budget_bytes == 0
+
+
+def test_options_may_keep_lists_on_disks() -> None:
+    assert not can("zero_infinity").disks
+    assert can("zero_infinity:states=nvme").disks
+
+
+@pytest.mark.parametrize("loading", ["whole", "each", "each:fp32", "in-place"])
+@pytest.mark.parametrize("given", [{}, {"dtype": "fp32"}, {"lora": "r=16", "base": "nf4"}])
+@pytest.mark.parametrize("name", ["gpt2", "llama-3.2-1b", "gemma-3-1b"])
+def test_no_model_is_left_out_that_the_host_could_load(name: str, given: dict[str, str], loading: str) -> None:
+    """Embeddings of an output that is tied are loaded once; small parameters of a quantised base stay as they are."""
+    entry, job, way = model_entry(name), Job(model=name, batch=8, seq=64, **given), loading_of(loading)
+    m = ps.machine("v100-32x8")
+    working = job.dtype_on(m)
+    least_bytes = entry.params * _loaded_bytes(way, working, given.get("base"), m)
+    most_bytes = way.startup_bytes(job.write(entry, 1, working), m.local_ranks)
+    assert least_bytes <= most_bytes
+    assert given.get("base") or most_bytes == pytest.approx(least_bytes)
 
 
 def test_with_disks_the_need_is_that_of_the_smallest_plan() -> None:
@@ -467,6 +513,8 @@ def test_the_largest_that_fits_is_found_along_lines(limit: int, shape: str) -> N
     assert len(asked) == len(set(asked)) <= 24
     if shape == "line":
         assert len(asked) <= 10
+    for least in {0, limit // 2, limit}:
+        assert _largest(ask, 1000, least=least, known=[70, limit, 900])[0] == limit
     for near in (0, 1, limit - 1, limit, limit + 1, limit + 60, 1000, 2000):
         asked.clear()
         assert _largest(ask, 1000, first=60, near=near)[0] == limit

@@ -30,7 +30,8 @@ class Capabilities:
     cpu_updates: all updates, without options, run on the CPU.
     reorders: plans are always layer-major, which a user's loop cannot follow.
     counts_host: plans count rounding and loading on the host.
-    from_disks: options under which lists live on disks, tried if the host has no room.
+    disks: lists may live on the machine's disks.
+    from_disks: options under which they otherwise do, tried if the host has no room.
     balance: chooses the ranks' shares if GPUs differ, with the policy's options (planner/balance.py),
         None: the machine's.
     fastest_shares: has the planner's fastest shares if GPUs differ, unless its option `shares` asks for the machine's.
@@ -50,6 +51,7 @@ class Capabilities:
     cpu_updates: bool = False
     reorders: bool = False
     counts_host: bool = False
+    disks: bool = True
     from_disks: tuple[str, ...] = ()
     balance: Callable[..., tuple[int, ...]] | None = None
     fastest_shares: bool = False
@@ -66,6 +68,7 @@ def capabilities_of(policy: Callable[..., Plan]) -> Capabilities:
 
 def _elsewhere(able: Capabilities, values: Mapping[str, object]) -> Capabilities:
     """With options: a coordinate leaves other policies out; needs that only a plan knows have no point."""
+    able = replace(able, disks=able.disks or bool(able.from_disks and values))
     moved: dict[str, Any] = {key: value for key, value in values.items() if key in Coordinates.__annotations__}
     if able.point is None or not moved:
         return able

@@ -30,7 +30,7 @@ from pstar_sim.workload.workload import Workload
 
 __all__ = ["CAPABILITIES", "OPTIONS", "all_on_gpu"]
 
-CAPABILITIES = Capabilities(yardstick=True, shards={"none": "", "states": "shard=states"})
+CAPABILITIES = Capabilities(disks=False, yardstick=True, shards={"none": "", "states": "shard=states"})
 
 OPTIONS = {
     "adam": ADAM,

@@ -29,7 +29,7 @@ PREFETCH_BYTES_PER_PARAM = 3
 """Bytes of host buffers per parameter, beyond the 24 bytes of zero3_offload. Nodes show 27 to 45 bytes with the
 buffers. The constant takes the least of these, so that no run that was made is refused."""
 
-CAPABILITIES = Capabilities(streams_states=True)
+CAPABILITIES = Capabilities(disks=False, streams_states=True)
 OPTIONS = {
     "every": Option(whole_number(least=1), "every k-th sub-group is updated on the GPU", 2),
     "subgroup": Option(whole_number(least=1), "parameters (of one rank) that are updated at a time", SUB_GROUP_PARAMS),

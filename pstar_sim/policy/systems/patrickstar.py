@@ -64,7 +64,7 @@ from pstar_sim.workload.workload import Workload
 
 __all__ = ["CAPABILITIES", "OPTIONS", "patrickstar"]
 
-CAPABILITIES = Capabilities(one_at_a_time=True)
+CAPABILITIES = Capabilities(disks=False, one_at_a_time=True)
 MOST_ITERATIONS = 8  # limit of the iterations until the chunks on the GPU at the cut repeat
 
 OPTIONS = {

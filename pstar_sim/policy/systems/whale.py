@@ -61,14 +61,14 @@ def whale(
 
     workload: the job of the rank that has least room and takes longest (`bounds.shares.tightest`).
 
-    Raises the errors of the policy named by `schedule`, or of the first.
+    Raises the errors of `schedule`, or that which lacks least.
     """
     reason: DoesNotFit | None = None
     for name in _schedules(schedule):
         try:
             plan = _SCHEDULES[name](workload, machine, settings)
         except DoesNotFit as short:
-            reason = reason or short
+            reason = short if reason is None else min(reason, short, key=lambda each: each.short_bytes)
         else:
             return replace(plan, policy="whale", choices={**plan.choices, "schedule": f"that of {name}"})
     assert reason is not None

@@ -61,7 +61,7 @@ TRACED_OPTIONS = {
 }
 """Options of every policy that is based on DeepSpeed's ZeRO-3."""
 
-CAPABILITIES = Capabilities(cpu_updates=True)
+CAPABILITIES = Capabilities(disks=False, cpu_updates=True)
 
 OPTIONS = {
     "subgroup": Option(whole_number(least=1), "parameters (of one rank) that are updated at a time", SUB_GROUP_PARAMS),

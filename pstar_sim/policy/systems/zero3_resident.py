@@ -25,7 +25,7 @@ from pstar_sim.workload.workload import Workload
 
 __all__ = ["CAPABILITIES", "OPTIONS", "zero3_resident"]
 
-CAPABILITIES = Capabilities(shards={"parameters": ""})
+CAPABILITIES = Capabilities(disks=False, shards={"parameters": ""})
 
 OPTIONS = {
     "reshard": Option(switch(), "give parameters up after forward and gather them again for backward", True),

@@ -38,7 +38,9 @@ from pstar_sim.workload.workload import Workload
 
 __all__ = ["CAPABILITIES", "OPTIONS", "zero_infinity"]
 
-CAPABILITIES = Capabilities(cpu_updates=True, from_disks=("params=cpu,states=nvme", "params=nvme,states=nvme"))
+CAPABILITIES = Capabilities(
+    disks=False, cpu_updates=True, from_disks=("params=cpu,states=nvme", "params=nvme,states=nvme")
+)
 
 OPTIONS = {
     "params": Option(one_of("cpu", "nvme"), "where parameters live between uses", "cpu"),

@@ -25,7 +25,7 @@ from pstar_sim.workload.workload import Workload
 
 __all__ = ["CAPABILITIES", "zero_offload"]
 
-CAPABILITIES = Capabilities(yardstick=True, cpu_updates=True)
+CAPABILITIES = Capabilities(disks=False, yardstick=True, cpu_updates=True)
 
 
 def zero_offload(workload: Workload, machine: Machine, settings: Settings) -> Plan:
