@@ -15,7 +15,6 @@
    - If `pstar calibrate` measured the machine, the rate is that of a product as large as the moment's, the bandwidth
      that of a training step's operators, and the bytes include the engine's work on arriving gradients.
    - Products cast to fp8 (`Workload.products`) run at its rate and read a byte per element.
-   - A moment without flops and bytes (the optimizer step's) takes no time.
    - If a GPU's rates are those of whole iterations (`gpu.launch_s` is None), they include all else: the moment lasts
      flops / rate.
 

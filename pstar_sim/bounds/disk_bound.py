@@ -5,6 +5,7 @@ list or, of as many bytes, the last gradient behind it. Between its gradients, t
 (one of them may wait as it is). GPU and host have room for what the tide leaves of one and for the other's budget. The
 remaining bytes are on the disks alone. The update changes them, or they are gradients of this iteration: all are read
 from the disks and written to them once per iteration, as fast as `Nvme.least_s`. The moment with most of them counts.
+Bytes count, of whichever lists of whichever chunks: masters may be elsewhere than moments.
 
 Behind a barrier, all states and gradients are somewhere when the last moment ends, and no update has begun. What GPU
 and host then have no room for is read afterwards. Of the chunks first read up to moment f, the updates end before the

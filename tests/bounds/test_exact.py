@@ -106,9 +106,12 @@ def test_states_on_disks_by_hand() -> None:
     """Two layers updated on the CPU as gradients arrive. A state takes 2 units to read and 3 to write. With room for
     both on the host, 9 units as without disks. With room for one, the update of layer 0, with which the next forward
     pass begins, follows that of layer 1 behind a write and a read: 4 until the gradient of layer 1, down, Adam, 5,
-    Adam, up: 13. The states change places again beside the rest of the iteration."""
+    Adam, up: 13. The states change places again beside the rest of the iteration. Where a state is two lists, of 1 unit
+    to read and 2 to write each, and three have room, two of them change places: 3 units between both Adams, 11."""
     t = tiny(host=2, read=2, write=3)
     assert [exact_optimum(replace(t, host=room)) for room in (2, 1)] == [9, 13]
+    apart = replace(t, lists=2, read=1, write=2)
+    assert [exact_optimum(replace(apart, host=room)) for room in (4, 3, 2)] == [9, 11, 14]
 
 
 def test_reads_beside_writes_take_no_longer_than_turns() -> None:
@@ -135,17 +138,20 @@ def test_behind_a_barrier_what_has_no_room_moves_beside_no_pass_after_the_last_f
     assert nvme == pytest.approx({False: parts * 5, True: parts * 5 + 7})
 
 
-@pytest.mark.parametrize(("layers", "rooms"), [(3, 1), (3, 2), (2, 1)])
-def test_bounds_with_disks_are_below_the_exact_optimum_and_plans_above_it(layers: int, rooms: int, whole: bool) -> None:
-    """States are twice as large as working lists and have no room on the GPU; the host has room for one or two. Two
-    layers have two or three micro-batches. Disks take turns, read at full speed beside writes, or slow one another
-    down: then the helper's optimum is one of fewer schedules, and says nothing of plans."""
+@pytest.mark.parametrize(("layers", "rooms", "lists"), [(3, 1, 1), (3, 2, 1), (2, 1, 1), (2, 3, 2)])
+def test_bounds_with_disks_are_below_the_exact_optimum_and_plans_above_it(
+    layers: int, rooms: int, lists: int, whole: bool
+) -> None:
+    """States, of one or two lists, are twice as large as working lists and have no room on the GPU; the host has room
+    for some of the lists. Two layers have two or three micro-batches, one where states are two lists. Disks take turns,
+    read at full speed beside writes, or slow one another down: then the helper's optimum is one of fewer schedules, and
+    says nothing of plans."""
     compared: list[float] = []
 
     @hypothesis.settings(max_examples=100 if whole else 3)
     @given(chances())
     def holds(chance: random.Random) -> None:
-        t = random_tiny(chance, layers=layers, micro_batches=1 if layers == 3 else chance.choice((2, 3)))
+        t = random_tiny(chance, layers=layers, micro_batches=1 if layers == 3 or lists == 2 else chance.choice((2, 3)))
         t = replace(
             t,
             wide=2,
@@ -153,6 +159,7 @@ def test_bounds_with_disks_are_below_the_exact_optimum_and_plans_above_it(layers
             slots=2,
             tide=(0,) * len(t.tide),
             host=rooms,
+            lists=lists,
             read=chance.choice((1, 2, 12)),
             write=chance.choice((1, 3, 18)),
             beside=chance.choice((None, (1, 1, 1), (2, 2, 1), (3, 2, 2))),

@@ -3,9 +3,10 @@
 A chain of layers, one chunk each; one optimizer state of 4 bytes per parameter. The working list and a gradient fill
 one slot of the GPU, the state and a sum of gradients `wide` slots (1: fp32, 2: two-byte dtypes). All durations are
 whole units. Copies and Adam do not slow one another down, and the host has room for everything, or for all but a number
-of states (`Tiny.host`). Then the others are on disks, which read or write one state at a time, or, with `Tiny.beside`,
-read one while they write another. A state is read before an update on the CPU and written after it, in any order and as
-often as room wants it; which states stay is not chosen beforehand. Updates on the GPU are not searched with disks.
+of lists of states (`Tiny.host`). Then the others are on disks, which read or write one list at a time, or, with
+`Tiny.beside`, read one while they write another. A state's lists (`Tiny.lists`) are read before an update on the CPU
+and written after it, each by itself, in any order and as often as room wants it; which lists stay is not chosen
+beforehand. Updates on the GPU are not searched with disks.
 
 Where a read and a write slow one another down, they end at the next whole unit, and neither waits for a time at which
 nothing ends: there the least of these schedules is searched, and the optimum may be lower.
@@ -91,8 +92,9 @@ class Tiny:
     tide: slots, for each of the 2 * layers moments of a micro-batch or, where `order` is given, for each moment.
     wide: slots of a state and of a sum.
     order: (layer, backward, micro-batch) of each moment; None: depth-first.
-    host: states for which the host has room; None: all, and no disks.
-    read, write: units that the disks take for a state.
+    host: lists of states for which the host has room; None: all, and no disks.
+    lists: of a state, of equal size.
+    read, write: units that the disks take for a list.
     beside: speeds of a read alone or a write alone, and of a read and a write together; None: they take turns.
     """
 
@@ -112,6 +114,7 @@ class Tiny:
     gpu_add: int = 0
     order: tuple[tuple[int, bool, int], ...] | None = None
     host: int | None = None
+    lists: int = 1
     read: int = 1
     write: int = 1
     beside: tuple[int, int, int] | None = None
@@ -261,19 +264,20 @@ class _Graph:
         before_last = self.backward & (self.batch == t.micro_batches - 2)
         # of each chunk: the moment of the last gradient that has a list of its own
         self.own_last = [max(np.flatnonzero(before_last & (self.layer == i)), default=-1) for i in range(t.layers)]
-        # the chunk that is read, + 1, what is left of it, the same of writes, and where each chunk's state is
+        # the list that is read, + 1, what is left of it, the same of writes, and where each list of a state is
         self.reads = 10 + 5 * t.layers
         self.writes = self.reads + 2
         self.queues = (*_QUEUES, (self.reads, self.reads + 1), (self.writes, self.writes + 1))
-        self.rows = self.reads + 4 + t.layers
+        self.states = t.layers * t.lists
+        self.rows = self.reads + 4 + self.states
         self.alone, *self.together = t.beside or (1, 1, 1)
         most = max(int(self.length.max()), t.gpu_adam, t.cpu_adam + 2 * t.cpu_add, t.wide * t.up, t.wide * t.down) + 1
         queues = [self.count, 2 + t.layers, most, *([1 + 5 * t.layers, most] * 2), 1 + 3 * t.layers, most]
         alone = t.micro_batches == 1 and not any(way.on_gpu for way in ways)  # without W, S, X
-        on_disks = (4 + t.layers) * [1]
+        on_disks = (4 + self.states) * [1]
         if t.host is not None:
             work = (self.alone * t.read + 1, self.alone * t.write + 1)
-            on_disks = [1 + t.layers, work[0], 1 + t.layers, work[1]] + t.layers * [3]
+            on_disks = [1 + self.states, work[0], 1 + self.states, work[1]] + self.states * [3]
         radix = [*queues, *([3, 2, *([1, 1, 1] if alone else [5, 4, 3])] * t.layers), *on_disks]
         self.place = np.cumprod([1, *radix[:-1]], dtype=np.float64)
         if self.place[-1] * radix[-1] >= 2**62:
@@ -336,6 +340,7 @@ class _Graph:
             x[units] = np.maximum(0, x[units] - np.where(x[what] > 0, speed * left, 0))
         x, left = x[:, left < 2**30], left[left < 2**30]
         done = self._end(x)
+        self._order_lists(x)
         different = _different(done, left, self.keys(x), x[_FROM])
         return x[:, different], left[different], done[different]
 
@@ -479,7 +484,8 @@ class _Graph:
         else:
             ready &= (p == _HOST) & ((w == _NO_W) | (w == _W_HOST))
         if t.host is not None:
-            ready &= (x[self._state(i)] != _ON_DISKS) & (x[self.writes] != 1 + i)
+            for k in self._lists(i):
+                ready &= (x[self._state(k)] != _ON_DISKS) & (x[self.writes] != 1 + k)
         return ready & self._norm_is_there(x)
 
     def _disks(self, x: _States) -> _States:
@@ -487,28 +493,48 @@ class _Graph:
             return x
         for queue, other, work in ((self.reads, self.writes, self.t.read), (self.writes, self.reads, self.t.write)):
             made, idle = [x], (x[queue] == 0) & ((x[other] == 0) | (self.t.beside is not None))
-            for i in range(self.t.layers):
-                state, rests = x[self._state(i)], x[_CPU] != 1 + 3 * i + _UPDATE
+            for k in range(self.states):
+                state, rests = x[self._state(k)], x[_CPU] != self._update(k)
                 ready = idle & (state == _ON_DISKS if queue == self.reads else (state == _DIRTY) & rests)
-                made.append(_with(x[:, ready], queue, 1 + i, queue + 1, self.alone * work))
+                made.append(_with(x[:, ready], queue, 1 + k, queue + 1, self.alone * work))
             x = np.concatenate(made, axis=1)
         fitting = []
         while x.shape[1]:
-            states = x[self._state(0) : self._state(self.t.layers)]
+            states = x[self._state(0) : self._state(self.states)]
             over = (states != _ON_DISKS).sum(axis=0) + (x[self.reads] > 0) > self.t.host
             fitting.append(x[:, ~over])
             x = x[:, over]
             given_up = [
-                _with(x[:, (x[self._state(i)] == _CLEAN) & (x[_CPU] != 1 + 3 * i + _UPDATE)], self._state(i), _ON_DISKS)
-                for i in range(self.t.layers)
+                _with(x[:, (x[self._state(k)] == _CLEAN) & (x[_CPU] != self._update(k))], self._state(k), _ON_DISKS)
+                for k in range(self.states)
             ]
             x = np.concatenate(given_up, axis=1)
             x = x[:, _different(self.keys(x), x[_FROM])]
         return np.concatenate(fitting, axis=1)
 
-    def _state(self, chunk: int) -> int:
-        """The row of the chunk's state."""
-        return self.reads + 4 + chunk
+    def _order_lists(self, x: _States) -> None:
+        """Swap two lists of a state, which are alike, so that states of the graph that differ in nothing else are
+        one."""
+        for i in range(self.t.layers if self.t.lists == 2 else 0):
+            first, second = self._lists(i)
+            rows = (self._state(first), self._state(second))
+            busy = [(x[self.reads] == 1 + k) + 2 * (x[self.writes] == 1 + k) for k in (first, second)]
+            swap = 4 * x[rows[0]] + busy[0] < 4 * x[rows[1]] + busy[1]
+            x[np.ix_(rows, swap)] = x[np.ix_(rows[::-1], swap)]
+            for queue in (self.reads, self.writes):
+                of_both = (x[queue] == 1 + first) | (x[queue] == 1 + second)
+                x[queue] = np.where(swap & of_both, 2 + first + second - x[queue], x[queue])
+
+    def _state(self, k: int) -> int:
+        """The row of a list of a state."""
+        return self.reads + 4 + k
+
+    def _lists(self, chunk: int) -> range:
+        return range(chunk * self.t.lists, (chunk + 1) * self.t.lists)
+
+    def _update(self, k: int) -> int:
+        """What the CPU queue does while it changes the list of a state."""
+        return 1 + 3 * (k // self.t.lists) + _UPDATE
 
     def _folded(self, x: _States, i: int, way: Way) -> _States:
         """Returns the number of gradients that an update on the CPU adds up itself: the last gradient, which is added
@@ -624,11 +650,13 @@ class _Graph:
 
     def _end_on_cpu(self, x: _States, i: int, way: Way) -> None:
         for queue in (self.reads, self.writes):
-            x[self._state(i), (x[queue + 1] == 0) & (x[queue] == 1 + i)] = _CLEAN
+            for k in self._lists(i):
+                x[self._state(k), (x[queue + 1] == 0) & (x[queue] == 1 + k)] = _CLEAN
         ended = np.where(x[_CPU_LEFT] == 0, x[_CPU], 0)
         updated = ended == 1 + 3 * i + _UPDATE
         if self.t.host is not None:
-            x[self._state(i), updated] = _DIRTY
+            for k in self._lists(i):
+                x[self._state(k), updated] = _DIRTY
         x[self.row(i, 0) : self.row(i + 1, 0), updated] = 0
         added = ended == 1 + 3 * i + _ADD_W
         w = x[self.row(i, _W)]

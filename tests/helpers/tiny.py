@@ -22,7 +22,7 @@ from pstar_sim.policy.passes.feasibility import needed_on_host
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload, round_machine
-from pstar_sim.workload.optimizers import OptimizerSpec
+from pstar_sim.workload.optimizers import MASTER_LIST, OptimizerSpec
 from pstar_sim.workload.relay import relay
 from pstar_sim.workload.workload import Moment, Phase, Workload
 
@@ -88,7 +88,9 @@ def as_job(t: Tiny, sums: str = "32-bit") -> tuple[Workload, Machine, Settings]:
     # an add on the host reads and writes the sum, and reads the gradient
     traffic, rest = divmod((2 * wide + width) * t.cpu_adam, t.cpu_add)
     assert not rest, t
-    optimizer = OptimizerSpec(name="momentum", state_bytes=(("momentum", wide),), dram_bytes_per_param=traffic)
+    names = {1: ("momentum",), 2: (MASTER_LIST, "momentum")}[t.lists]
+    states = tuple((name, wide // t.lists) for name in names)
+    optimizer = OptimizerSpec(name="momentum", state_bytes=states, dram_bytes_per_param=traffic)
     m = round_machine(
         gpu_memory_bytes=t.slots * slot,
         host_memory_bytes=2**40,
@@ -101,10 +103,11 @@ def as_job(t: Tiny, sums: str = "32-bit") -> tuple[Workload, Machine, Settings]:
     )
     if t.host is not None:
         whole = needed_on_host(Job("any", replace(w, optimizer=optimizer), m, asked(t, slot, sums)), Modes(frozenset()))
-        room_bytes = whole - (t.layers - t.host) * wide * LAYER
+        list_bytes = wide // t.lists * LAYER
+        room_bytes = whole - (t.layers * t.lists - t.host) * list_bytes
         disks = Nvme(
-            name="tiny", memory_bytes=2**40, read_bytes_per_s=wide * LAYER / t.read,
-            write_bytes_per_s=wide * LAYER / t.write, latency_s=0.0, measured=False, source="tiny",
+            name="tiny", memory_bytes=2**40, read_bytes_per_s=list_bytes / t.read,
+            write_bytes_per_s=list_bytes / t.write, latency_s=0.0, measured=False, source="tiny",
         )  # fmt: skip
         if t.beside is not None:
             read, write = (together / t.beside[0] for together in t.beside[1:])

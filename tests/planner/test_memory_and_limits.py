@@ -331,7 +331,7 @@ def test_with_disks_a_yes_stays_a_yes_as_the_host_grows_and_has_a_plan(disk_byte
         kept.append(plan.check().peak_bytes.get("nvme", 0))
     assert answers == sorted(answers) and {*answers} == {True, False}
     if disk_bytes == 10 * GB:  # of two sizes of the host, the larger leaves less to the disks
-        assert kept == sorted(kept, reverse=True) and kept[0] > 2 * kept[3] > kept[-1] == 0
+        assert kept == sorted(kept, reverse=True) and kept[0] > 1.5 * kept[3] > kept[-1] == 0
 
 
 def test_with_disks_few_of_the_plans_are_searched_for_most_of_the_host() -> None:

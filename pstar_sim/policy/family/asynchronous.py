@@ -17,7 +17,7 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.family.attempt import Attempt, attempt, burden_of
 from pstar_sim.policy.family.course import Knobs
-from pstar_sim.policy.family.disks import disks_s, with_disks
+from pstar_sim.policy.family.disks import disks_s, fastest_apart, fastest_on_disks, with_disks
 from pstar_sim.policy.family.pace import faster_in_parts
 from pstar_sim.policy.family.pins import PinFacts, iteration_bounds, most_pins_of, pin_facts
 from pstar_sim.policy.family.residency import gaps_of
@@ -80,10 +80,10 @@ class Asynchronous:
         if g.follow_tide and not g.several and not g.settings.any_will_do and (rival := self._static()) is not None:
             # [Note: one micro-batch] Every gap between forward and backward contains the peak, so the room of low tide
             # helps no chunk in such a gap. Both policies decide the pins at the peak, so both copy the same chunks.
-            attempts = [self._attempt(rival.pins, linger=rival.linger)]
+            attempts = [self._on_disks(self._attempt(rival.pins, linger=rival.linger), most)]
             return self._emit(attempts[0], attempts, most, bound_s)
         attempts = self._search(best, most, bound_s)
-        chosen = _fastest(attempts)
+        chosen = self._on_disks(_fastest(attempts), most)
         self._remember(chosen)
         return self._emit(chosen, attempts, most, bound_s)
 
@@ -139,6 +139,22 @@ class Asynchronous:
             found.append(self._attempt(fastest.pins, linger=False, like=fastest))
         return found
 
+    def _on_disks(self, first: Attempt, most: int) -> Attempt:
+        """With states there whole or apart, whichever is faster, and more pins or fewer."""
+        whole = self._with_pins(first, most)
+        best = fastest_apart(whole, lambda modes: attempt(self.job, modes, whole.knobs))
+        return best if best is whole else self._with_pins(best, most)
+
+    def _with_pins(self, best: Attempt, most: int) -> Attempt:
+        for step in (1, -1) if best.modes.on_disks and not isinstance(self.point.pins, int) else ():
+            while step:
+                pins, before = best.pins + step, best
+                if 0 <= pins <= most and self._refusal(pins) is None:
+                    made = attempt(self.job, self._modes(pins, best.modes.host_states), best.knobs)
+                    best = fastest_on_disks([best, made]) if made.fits else best
+                step = int(step / 2) if best is before else 2 * step
+        return best
+
     def _static(self) -> _Rival | None:
         """None if static_partition does not fit; a comparison's choice is used again."""
         g = self.job
@@ -182,8 +198,8 @@ class Asynchronous:
             least_s, best = min((least_s, best), (seconds, pins))
         return best, most, least_s
 
-    def _modes(self, pins: int) -> Modes:
-        return with_disks(self.job, Modes(frozenset(self.job.candidates[:pins])))
+    def _modes(self, pins: int, host_states: frozenset[str] = frozenset()) -> Modes:
+        return with_disks(self.job, Modes(frozenset(self.job.candidates[:pins])), host_states)
 
     def _refusal(self, pins: int) -> DoesNotFit | None:
         try:

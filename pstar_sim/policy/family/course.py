@@ -32,6 +32,7 @@ class Knobs:
     states_first: states go down before parameters that stay, which are given up later.
     waits: `Modes.waiting`, where two gradients may.
     ahead: chunks fetched ahead at most, None: as the point's `prefetch`.
+    host_states: of `Modes`, as `apart` proposed it.
     """
 
     linger: bool = True
@@ -41,6 +42,7 @@ class Knobs:
     states_first: bool = False
     waits: bool = True
     ahead: int | None = None
+    host_states: frozenset[str] = frozenset()
 
 
 class Course:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from heapq import heappushpop, nlargest
 from itertools import accumulate, pairwise
+from operator import itemgetter
 from statistics import median
+from typing import Any
 
+from pstar_sim.policy.family.attempt import Attempt
+from pstar_sim.policy.family.pace import period_s
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.schedule import TRIPS, Modes
-from pstar_sim.policy.passes.feasibility import IN_FLIGHT, in_flight, needed_on_host
+from pstar_sim.policy.kit.ties import least_of
+from pstar_sim.policy.passes.feasibility import IN_FLIGHT, in_flight, needed_on_disks, needed_on_host
+from pstar_sim.workload.optimizers import MASTER_LIST
 
 LARGE = 2  # chunks so many times as large as the median chunk come last, because the host needs room for several
 
@@ -23,11 +29,13 @@ def disk_s(job: Job, *, in_turns: bool = False) -> float:
     return (sum(each_s) if in_turns else disks.least_s(*each_s)) * job.machine.local_ranks
 
 
-def with_disks(job: Job, modes: Modes) -> Modes:
+def with_disks(job: Job, modes: Modes, host_states: frozenset[str] = frozenset()) -> Modes:
     """The states of as few chunks go to the machine's disks as payloads allow: those used last, with the longest time
     between last gradient and next use. Modes stay where the host has room without disks, or there are none. Where disks
     have too little room, or the host has none even so, they are those with the least need: `check_host` refuses them. A
     third chunk is on its way, so that reads and writes go on together, where that is faster than turns.
+
+    host_states: lists that stay on the host, where the others suffice and are fewer bytes.
     """
     budget_bytes, disk_bytes = job.machine.host_budget_bytes, job.machine.nvme_budget_bytes
     needed_bytes = needed_on_host(job, modes)
@@ -38,9 +46,9 @@ def with_disks(job: Job, modes: Modes) -> Modes:
     order = sorted(sizes, key=lambda c: sizes[c] > LARGE * usual_bytes)
     states_bytes = [sizes[c] for c in order]
     moved_bytes = [0, *accumulate(states_bytes)]
-    moved = len(order)
+    short_bytes, moved = needed_bytes - budget_bytes, len(order)
     for passing_chunks in range(IN_FLIGHT, 0, -1):
-        count = _fewest(states_bytes, needed_bytes - budget_bytes, passing_chunks)
+        count = _fewest(states_bytes, short_bytes, passing_chunks)
         if count is None:
             if (beside := _beside_states(job, modes, order, passing_chunks)) is not None:
                 return beside
@@ -48,12 +56,50 @@ def with_disks(job: Job, modes: Modes) -> Modes:
         moved = count
         if moved_bytes[count] <= disk_bytes:
             break
-    if in_flight(job) > IN_FLIGHT:
-        more = _fewest(states_bytes, needed_bytes - budget_bytes, in_flight(job))
-        turns_s = moved_bytes[moved] * disk_s(job, in_turns=True)
-        if more is not None and moved_bytes[more] <= disk_bytes and moved_bytes[more] * disk_s(job) < turns_s:
-            moved = more
-    return replace(modes, on_disks=frozenset(order[:moved]))
+    moved = _for_both(job, states_bytes, short_bytes, moved)
+    whole = replace(modes, on_disks=frozenset(order[:moved]))
+    if not host_states:
+        return whole
+    some_bytes = [job.states_bytes(c, host_states) for c in order]
+    counts = (_fewest(some_bytes, short_bytes, passing_chunks) for passing_chunks in range(IN_FLIGHT, 0, -1))
+    if (count := next(filter(None, counts), None)) is None:
+        return whole
+    count = _for_both(job, some_bytes, short_bytes, count)
+    if sum(some_bytes[:count]) >= min(moved_bytes[moved], disk_bytes):
+        return whole
+    some = frozenset(c for c, size in zip(order[:count], some_bytes) if size)
+    return replace(modes, on_disks=some, host_states=host_states)
+
+
+def apart(job: Job, modes: Modes) -> Iterator[Modes]:
+    """As `with_disks` made them, but all states but masters stay on the host, or masters alone."""
+    names = frozenset(name for c in modes.on_disks for name in job.states_of(c))
+    bare = replace(modes, on_disks=frozenset(), wholly_on_disks=frozenset(), sums_on_disks=frozenset())
+    for half in (names - {MASTER_LIST}, names & {MASTER_LIST}):
+        if half and (some := with_disks(job, bare, half)).host_states:
+            yield some
+
+
+def fastest_apart(whole: Attempt, make: Callable[[Modes], Attempt]) -> Attempt:
+    """Of `whole` and attempts with its modes `apart`."""
+    others = [made for made in map(make, apart(whole.course.job, whole.modes)) if made.fits]
+    return fastest_on_disks([whole, *others] if whole.fits else others or [whole])
+
+
+def fastest_on_disks(tried: Sequence[Attempt]) -> Attempt:
+    """They are followed unless every window repeats."""
+    steady = len(tried) == 1 or all(a.window.repeats for a in tried)
+    timed = [(a, a.iteration_s if steady else period_s(a.plan())) for a in tried]
+    return least_of(timed, seconds=itemgetter(1), burden=lambda a: (needed_on_disks(a[0].course.job, a[0].modes),))[0]
+
+
+def _for_both(job: Job, sizes: Sequence[int], short_bytes: int, count: int) -> int:
+    """So many more that reads go on beside writes, where that is faster than turns."""
+    more = _fewest(sizes, short_bytes, in_flight(job))
+    turns_s = sum(sizes[:count]) * disk_s(job, in_turns=True)
+    if more is None or (more_bytes := sum(sizes[:more])) > job.machine.nvme_budget_bytes:
+        return count
+    return more if more_bytes * disk_s(job) < turns_s else count
 
 
 def _fewest(states_bytes: Sequence[int], short_bytes: int, passing_chunks: int) -> int | None:
@@ -93,12 +139,17 @@ def _beside_states(job: Job, modes: Modes, order: Sequence[int], passing_chunks:
             if fewest[0] <= 0:
                 break
         if fewest[1]:
-            least = fewest[0], replace(modes, **{name: frozenset([*sizes][: fewest[1]])})
+            least = fewest[0], _with_lists(modes, name, [*sizes][: fewest[1]])
         if disk_bytes < 0 or least[0] <= 0:
             break
         trips_bytes += ways * TRIPS * largest
-        modes = replace(modes, **{name: frozenset(sizes)})
+        modes = _with_lists(modes, name, sizes)
     return least[1] if least[0] <= 0 or passing_chunks == 1 else None
+
+
+def _with_lists(modes: Modes, name: str, chunks: Iterable[int]) -> Modes:
+    changes: dict[str, Any] = {name: frozenset(chunks)}
+    return replace(modes, **changes)
 
 
 def _tiers(job: Job, modes: Modes, order: Sequence[int]) -> Iterator[tuple[int, str, dict[int, int]]]:
@@ -114,7 +165,7 @@ def _tiers(job: Job, modes: Modes, order: Sequence[int]) -> Iterator[tuple[int, 
 
 def disks_s(job: Job, modes: Modes) -> float:
     """Seconds of the disks for what lives there."""
-    seconds = disk_s(job) * sum(map(job.states_bytes, modes.on_disks))
+    seconds = disk_s(job) * sum(job.states_bytes(c, modes.host_states) for c in modes.on_disks)
     if modes.sums_on_disks:
         seconds += _sums_s(job) * sum(job.layout.payload_bytes(c, "grad32") for c in modes.sums_on_disks)
     if modes.wholly_on_disks:

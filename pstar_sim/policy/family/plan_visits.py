@@ -16,7 +16,7 @@ from pstar_sim.core.step import Place
 from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.policy.family.attempt import Attempt, least_window
 from pstar_sim.policy.family.course import Course, Knobs
-from pstar_sim.policy.family.disks import with_disks
+from pstar_sim.policy.family.disks import fastest_apart, with_disks
 from pstar_sim.policy.kit.blocks import Stretch, merged
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.room import budget_bytes, describe_moment
@@ -92,7 +92,8 @@ def schedule_visits(
     blocks = _blocks(job, modes, visits)
     check_gpu(job)
     check_host(job, modes)
-    course = Course(job, modes, Knobs(linger=False, stay=0.0), blocks)
+    knobs = Knobs(linger=False, stay=0.0)
+    course = Course(job, modes, knobs, blocks)
     if course.least_room_bytes < 0:
         tightest = course.positions[course.room.index(course.least_room_bytes)]
         what = "the chunks that visit the GPU" + (f" and {len(modes.pinned)} that stay there" if modes.pinned else "")
@@ -100,17 +101,20 @@ def schedule_visits(
             what = f"{describe_moment(job.workload, job.blocks[tightest.block].first)}; {what}"
         raise _short(job, Place.GPU, -course.least_room_bytes, what)
     spare = 0 if gpu_bytes is None else max(0, job.machine.gpu_budget_bytes - gpu_bytes)
-    room = [left - spare for left in course.room]
-    schedule = replace(course.schedule(), prefetch=prefetch, adam=adam, room=room, lists_at_once=lists_at_once)
-    draft = draft_of(schedule)
-    draft.gpu_free_bytes -= spare
-    window = least_window(draft)
-    if window.iteration_s <= limit_s:
-        window = choose(draft)
-    if window.stuck is not None:
-        _, place, wanted, free = window.stuck
+
+    def made_of(course: Course) -> Attempt:
+        room = [left - spare for left in course.room]
+        schedule = replace(course.schedule(), prefetch=prefetch, adam=adam, room=room, lists_at_once=lists_at_once)
+        draft = draft_of(schedule)
+        draft.gpu_free_bytes -= spare
+        window = least_window(draft)
+        return Attempt(course, schedule, draft, choose(draft) if window.iteration_s <= limit_s else window)
+
+    whole = made_of(course)
+    if whole.window.stuck is not None:
+        _, place, wanted, free = whole.window.stuck
         raise _short(job, Place(place), max(1, wanted - free), "the visits, in the order that was chosen")
-    return Attempt(course, schedule, draft, window)
+    return fastest_apart(whole, lambda modes: made_of(Course(job, modes, knobs, blocks)))
 
 
 def room_beside(job: Job, visits: Iterable[Visit]) -> Sequence[int]:

@@ -21,7 +21,7 @@ import numpy as np
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.family.attempt import Attempt, attempt_course, burden_of
 from pstar_sim.policy.family.course import Course, Knobs
-from pstar_sim.policy.family.disks import with_disks
+from pstar_sim.policy.family.disks import apart, with_disks
 from pstar_sim.policy.family.modes import Roofline, interleave, mode_facts, roofline
 from pstar_sim.policy.family.pace import period_s
 from pstar_sim.policy.family.pins import iteration_bounds, least_of_rivals, most_pins_of
@@ -261,7 +261,7 @@ class Search:
             self.effort_ops -= len(found.draft.rows)
 
     def _key(self, trial: Trial) -> tuple[Modes, Knobs]:
-        return self._modes(trial), replace(trial.knobs, waits=True)  # of which modes say all
+        return self._modes(trial), replace(trial.knobs, waits=True, host_states=frozenset())  # modes say all of these
 
     def _modes(self, trial: Trial) -> Modes:
         g = self.job
@@ -277,11 +277,12 @@ class Search:
         pinned, streamed = interleave(order, g.sizes, pins, streams, trial.head, trial.front)
         modes = modes_of(g, (*pinned, *beside["pin"]), (*streamed, *beside["stream"]))
         if not g.may_sum:
-            return with_disks(g, modes)
+            return with_disks(g, modes, trial.knobs.host_states)
         summed = self._summed(modes, trial.hosts)
         spilt, _ = interleave([c for c in g.candidates if c in summed], g.sizes, min(trial.spills, len(summed)), 0)
         waiting = summed & modes.streamed - set(spilt) if g.may_wait and trial.knobs.waits else frozenset[int]()
-        return with_disks(g, replace(modes, summed=summed, spilt=frozenset(spilt), waiting=waiting))
+        modes = replace(modes, summed=summed, spilt=frozenset(spilt), waiting=waiting)
+        return with_disks(g, modes, trial.knobs.host_states)
 
     def _summed(self, modes: Modes, hosts: int) -> frozenset[int]:
         """Unpinned ones but `hosts`, evenly over those for CPU Adam, then the streamed."""
@@ -361,6 +362,18 @@ class Search:
                     self._downhill()
         self.exhausted = not self.spent
         return self.fastest
+
+    def apart(self, effort_ops: int) -> None:
+        """Downhill from the best trial with states `apart`, its pins as they are or first."""
+        assert self.best is not None
+        self.effort_ops, trial = effort_ops, self.best[1]
+        for modes in apart(self.job, self._modes(trial)):
+            knobs = replace(trial.knobs, host_states=modes.host_states)
+            self.here, self._must_try = None, True
+            for head in (trial.head, trial.pins):
+                self.try_one(replace(trial, head=head, knobs=knobs))
+            self._must_try = False
+            self._downhill()
 
     def wander(self, effort_ops: int) -> None:
         """Random trials near the best, downhill from each nearly as fast. Equal searches make equal trials. Needs a

@@ -177,6 +177,9 @@ class _Sizes:
             if several or not self._barrier:
                 self._run_on(self.best(), Search.wander, min(round(RANDOM * more), self.left_ops))
             self._continue()
+        left_ops = self.left_ops
+        self._run_on(self.best(), Search.apart, round(self._settings.effort * NEXT_OPS))
+        self.all_ops, self.left_ops = self.all_ops + left_ops - self.left_ops, left_ops
         if self.left_ops > 0:
             self._run_on(self.best(), Search.fetch_later, self.left_ops)
 

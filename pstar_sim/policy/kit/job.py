@@ -61,7 +61,7 @@ class Job:
             workload, chunk_bytes=settings.chunk_bytes, ranks=machine.data_parallel_size, sums=settings.sums
         )
         self.ranks = self.layout.ranks
-        self._states_bytes: dict[int, int] = {}
+        self._states_bytes: dict[tuple[int, frozenset[str]], int] = {}
         self._check_order()
         self.uses = uses = facts_of(workload, self.layout)
         uses.check()
@@ -250,11 +250,13 @@ class Job:
     def states_of(self, chunk: int) -> tuple[str, ...]:
         return self.layout.states_of(chunk).names
 
-    def states_bytes(self, chunk: int) -> int:
-        """Of a chunk that is trained."""
-        if chunk not in self._states_bytes:
-            self._states_bytes[chunk] = sum(self.layout.payload_bytes(chunk, name) for name in self.states_of(chunk))
-        return self._states_bytes[chunk]
+    def states_bytes(self, chunk: int, without: frozenset[str] = frozenset()) -> int:
+        """Of a chunk that is trained, without these lists."""
+        key = chunk, without
+        if key not in self._states_bytes:
+            names = (name for name in self.states_of(chunk) if name not in without)
+            self._states_bytes[key] = sum(self.layout.payload_bytes(chunk, name) for name in names)
+        return self._states_bytes[key]
 
     def visiting(self, chunk: int, *, held: bool) -> tuple[str, ...]:
         """Lists that come up for a streamed chunk's update.

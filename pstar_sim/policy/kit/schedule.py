@@ -24,6 +24,7 @@ class Modes:
     spilt: of these, those that go to the host between two micro-batches.
     waiting: of these, streamed ones whose first of two gradients waits, unadded, beside the last for the update.
     on_disks: states on disks between two updates, on the host for them.
+    host_states: of these states, lists that stay on the host.
     wholly_on_disks: of these, working lists too, which pass the host on their way to the GPU, and gradients.
     sums_on_disks: of these, micro-batches' sums too, which come to the host for each add, and for the update.
     """
@@ -34,6 +35,7 @@ class Modes:
     spilt: frozenset[int] = frozenset()
     waiting: frozenset[int] = frozenset()
     on_disks: frozenset[int] = frozenset()
+    host_states: frozenset[str] = frozenset()
     wholly_on_disks: frozenset[int] = frozenset()
     sums_on_disks: frozenset[int] = frozenset()
 
@@ -46,12 +48,12 @@ class Modes:
             return ()
         working = ("param",) if chunk in self.wholly_on_disks else ()
         sums = ("grad32",) if chunk in self.sums_on_disks else ()
-        return (*working, *sums, *job.states_of(chunk))
+        return (*working, *sums, *(name for name in job.states_of(chunk) if name not in self.host_states))
 
     def bytes_on_disks(self, job: Job, chunk: int) -> int:
         working = job.sizes[chunk] if chunk in self.wholly_on_disks else 0
         sums = job.layout.payload_bytes(chunk, "grad32") if chunk in self.sums_on_disks else 0
-        return working + sums + job.states_bytes(chunk) if chunk in self.on_disks else 0
+        return working + sums + job.states_bytes(chunk, self.host_states) if chunk in self.on_disks else 0
 
 
 def modes_of(job: Job, pinned: Iterable[int], streamed: Iterable[int]) -> Modes:

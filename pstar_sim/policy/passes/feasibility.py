@@ -71,9 +71,13 @@ def needed_on_host(job: Job, modes: Modes) -> int:
     never = frozenset[int]() if modes.spilt or job.barrier is not None else modes.summed & modes.streamed
     never |= modes.waiting
     needed = held_on_host(job, modes.pinned, ((c, "grad32") for c in never))
-    needed -= sum(modes.bytes_on_disks(job, c) for c in modes.on_disks)
+    needed -= needed_on_disks(job, modes)
     needed += trips_bytes(job, modes)
     return needed + _passing_bytes(job, (c for c in job.candidates if c not in modes.pinned))
+
+
+def needed_on_disks(job: Job, modes: Modes) -> int:
+    return sum(modes.bytes_on_disks(job, c) for c in modes.on_disks)
 
 
 def trips_bytes(job: Job, modes: Modes) -> int:

@@ -1,11 +1,11 @@
 """all_on_gpu: no offloading. Parameters, gradients and optimizer states live on the GPU, and Adam runs there.
 
-This policy is the reference for every offloading policy, for jobs that fit the GPU. The policy takes 14 bytes per
-parameter in 2-byte training, where the gradient overwrites the working list, and 18 with several micro-batches.
+The reference for offloading policies, for jobs that fit the GPU. It takes 14 bytes per parameter in 2-byte training,
+where the gradient overwrites the working list, and 18 with several micro-batches.
 
-On several ranks the policy is plain data parallelism. Every GPU holds everything, a chunk's gradient is all-reduced
-(reduce-scatter, then gather) as soon as it is complete, and each GPU updates all parameters in optimizer.step(). With
-clipping, the update first waits for all gradients, because the norm is that of all sums.
+On several ranks, plain data parallelism: every GPU holds everything, a chunk's gradient is all-reduced (reduce-scatter,
+then gather) as soon as it is complete, and each GPU updates all parameters in optimizer.step(). With clipping, the
+update first waits for all gradients, because the norm is that of all sums.
 
 With shard=states (ZeRO-1; Megatron-LM's distributed optimizer) each of d ranks has a slice of the states: 6 + 12/d
 bytes per parameter with several micro-batches in 2-byte training, 2 + 12/d with one. Gradients, whole on every GPU, are

@@ -1,6 +1,6 @@
 """karma: blocks whose activations are kept, recomputed or swapped (KARMA; Wahib et al., SC'20).
 
-The policy is out-of-core data-parallel training, block of layers by block of layers.
+Out-of-core data-parallel training, by blocks of layers.
 
 [Note: capacity rule] Only data beyond the capacity leaves the GPU. The last blocks keep their activations, because
 their backward pass comes first. The blocks before them are swapped or recomputed, as few as memory allows.
@@ -11,9 +11,8 @@ The fastest plan decides among them, as the publication's performance model does
 
 Parameters follow the same rule. A block's chunks come and leave together, and stay between two uses where there is
 room, the last blocks first. On one GPU parameters, states and Adam stay there if all of them fit. Otherwise, and always
-on several GPUs, gradients leave block by block during the backward pass. On several GPUs each gradient is summed over
-the ranks first (the phased gradient exchange). Adam then runs on the host in the order in which gradients arrive, and
-the parameters come back before their next use.
+on several GPUs, gradients leave block by block during the backward pass, there summed over the ranks first (the phased
+gradient exchange). Adam then runs on the host in their order, and parameters come back before their next use.
 """
 
 from __future__ import annotations

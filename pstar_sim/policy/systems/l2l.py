@@ -1,18 +1,18 @@
 """l2l: layer to layer (Pudipeddi et al., 2020): the model lives on the host, and layers pass through the GPU.
 
-The iteration is layer-major (workload/relay.py). Twice per iteration, forward and backward (which recomputes from the
-boundary stash), a layer's parameters come to the GPU and are given up once all micro-batches have run through the
-layer. Meanwhile the next layer is on its way. The gradients of all micro-batches are added up on the GPU in fp32 and go
-to the host once. If nothing makes Adam wait, the host updates a layer at once, while the GPU computes the layer before
-it, or in the next forward pass until the layer is needed again.
+The iteration is layer-major (workload/relay.py). Twice, forward and backward (which recomputes from the boundary
+stash), a layer's parameters come to the GPU and are given up once all micro-batches have run through the layer, while
+the next is on its way. The gradients of all micro-batches are added up on the GPU in fp32 and go to the host once. If
+nothing makes Adam wait, the host updates a layer at once, while the GPU computes the layer before it, or in the next
+forward pass until the layer is needed.
 
-Bytes to the GPU: 2 w per parameter of a layer, where w is the width of its parameters, for any number of micro-batches.
-A tied head is a third use of its embedding. Bytes to the host: 4 per parameter; w with one micro-batch, because the
-gradient then overwrites its parameter. Bytes on the GPU: two layers, their gradients, and the tide. The tide is one
-layer's activations for one micro-batch, one layer output per micro-batch, and, unless these are on the host, one
-boundary activation per layer and micro-batch.
+Bytes to the GPU: 2 w per parameter of a layer, where w is its width, for any number of micro-batches. A tied head is a
+third use of its embedding. Bytes to the host: 4 per parameter; w with one micro-batch, because the gradient then
+overwrites its parameter. Bytes on the GPU: two layers, their gradients, and the tide: one layer's activations for one
+micro-batch, one layer output per micro-batch, and, unless on the host, one boundary activation per layer and
+micro-batch.
 
-The policy runs on one GPU. In the published parallel version each GPU copies whole layers, and the host adds up the
+In the published parallel version each GPU copies whole layers, and the host adds up the
 gradients of all GPUs. Here ranks hold slices, each in its own host memory, and meet only in collectives; layers
 gathered from slices would be ZeRO-3 (zero3_offload.py).
 

@@ -1,27 +1,26 @@
 """patrickstar: the schedule of PatrickStar (Fang et al., 2021) as published, from its code.
 
-The policy reproduces the following:
+Reproduced:
 
 - The capacity for chunks follows the tide: the budget, less the larger non-model data of this moment and the next.
   Forward and backward also reserve one working-list chunk (k * 2 * CS bytes in PatrickStar's code, k = 1 on one GPU).
 - Chunks move on demand, and nothing overlaps: the time of an iteration is the sum of computing, copying and updating.
-- Belady's rule makes room, from the recorded moments of use. When the list of uses is exhausted, the list begins again.
+- Belady's rule makes room, from the recorded moments of use, again from the first behind the last.
 - A payload exists in one place. A fetch frees the host copy; an eviction writes back, clean chunks too.
 - After each moment, chunks beyond the budget less the non-model data of the next moment are evicted. This check ignores
   the reserve.
 - Adam runs after the backward pass in chunk order. The states of the first chunks live on the GPU if there is margin
   space. Their number is (budget - peak non-model - all working lists) / states of a chunk * 0.8. The counter rule
   rounds this number up and subtracts 1.
-- All other chunks have CPU Adam. If the working list is on the GPU, the gradient goes down in 2 bytes per parameter and
-  the parameters come up in 4, through a GPU buffer of one fp32 chunk that is held throughout. Otherwise Adam works on
-  the host's lists directly.
+- Others have CPU Adam. If the working list is on the GPU, the gradient goes down in 2 bytes per parameter and the
+  parameters come up in 4, through a GPU buffer of one fp32 chunk that is held throughout. Otherwise Adam works on the
+  host's lists.
 
 On P ranks:
 
 - Chunks form groups of P. Each rank owns one chunk of a group. Here a group is one unit of P * CS elements of which
   each rank holds 1/P: the same bytes in the same places.
-- To use a tensor of a group that is not on the GPU, each rank brings its own chunk, and all P chunks are gathered
-  synchronously.
+- For a tensor of a group that is elsewhere, each rank brings its own chunk, and all P are gathered synchronously.
 - The remote chunks of a group are dropped when all its tensors are HOLD_AFTER_FWD. So a group within one checkpoint
   segment is gathered a third time. Gradients are reduce-scattered when all tensors are HOLD_AFTER_BWD.
 - k = P: the reserve is a group. Margin space leaves out the rank's own chunks and the remote chunks of one group.
@@ -29,15 +28,14 @@ On P ranks:
   one. The unit is one chunk and k = 1. Here each rank still holds 1/P of a chunk. The broadcast is timed as the gather
   of P slices, which is at most as long.
 
-The policy does not reproduce the following:
+Not reproduced:
 
-- PatrickStar may evict states from the GPU in forward and backward. Here chunks with states on the GPU, and small
-  chunks, stay. The limit of the ADAM phase (16 * CS) then has no effect.
-- PatrickStar has no gradient accumulation. Here gradients of several micro-batches are sent down and added.
-- On several GPUs the reserve of PatrickStar in backward is k * k, because k is multiplied twice. Here the reserve is k.
-  Remote chunks that have to make room are dropped here; PatrickStar may write them back.
-- The broken out-of-memory fallback of PatrickStar has no counterpart.
-- The rules are those of v0.4.3. The first release and v0.3 are other systems.
+- It may evict states from the GPU in forward and backward. Here chunks with states on the GPU, and small chunks, stay.
+  The limit of the ADAM phase (16 * CS) then has no effect.
+- It has no gradient accumulation. Here gradients of several micro-batches are sent down and added.
+- On several GPUs its reserve in backward is k * k, because k is multiplied twice. Here it is k. Remote chunks that have
+  to make room are dropped here; PatrickStar may write them back.
+- The rules are those of v0.4.3.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
 """stronghold: a working window of layers on the GPU, the rest on the host (Sun et al., 2022).
 
 While layer i computes, the layers up to i + w are on their way to the GPU. A layer stays between two uses if fewer than
-w other layers are used meanwhile, so the last w layers stay from the forward pass to the backward pass. The states of
-the first w layers live on the GPU, where these layers are updated. The first w layers also stay from the backward pass
-to the next forward pass. Every other layer's gradient leaves as soon as it is final. Its Adam runs on the CPU during
-the rest of the backward pass and during the next forward pass, which waits for a layer that is not ready. Embeddings
-and head stay.
+w others are used meanwhile, so the last w layers stay from the forward pass to the backward pass. The states of the
+first w layers live on the GPU, where they are updated, and they stay from the backward pass to the next forward. Every
+other layer's gradient leaves as soon as it is final. Its Adam runs on the CPU during the rest of the backward pass and
+the next forward pass, which waits for a layer that is not ready. Embeddings and head stay.
 
-The window has 2w buffers of constant size for layers that come and go, beside the highest tide. The policy differs from
-the publication in three points. Layers of the first window are not given up after their forward pass. Unchanged layers
-are not copied down after their forward pass. The activations that a layer saves for its backward pass go to the host
-only if the workload says so (`offload`).
+The window has 2w buffers of constant size for layers that come and go, beside the highest tide. Unlike published, after
+their forward pass layers of the first window are not given up and unchanged layers not copied down, and activations
+saved for the backward pass go to the host only if the workload says so (`offload`).
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """zero3_offload: DeepSpeed's ZeRO-3 with the optimizer on the CPU, as it really runs.
 
 Parameters live in slices on the GPUs (`params=gpu`) or on the hosts (`params=cpu`). The forward pass gathers slices
-ahead, as the traced order needs them. In the backward pass a gather starts when the moment before the one that needs it
-ends. A gathered chunk is kept if it is used again soon. Gradients leave in buckets of 5e8 parameters. The moment after
-a bucket waits for the bucket's sum over the ranks and, in the last micro-batch, for its copy to the host. This copy
-goes into host memory that is not pinned, at a few GB/s (`flush=blocking`), or into pinned memory as fp32, at the link's
-rate (`flush=async`). optimizer.step() is behind the barrier and goes sub-group by sub-group: Adam on the CPU, then the
-updated parameters up, then the next sub-group. Twin-flow (`ratio` < 1) keeps the last sub-groups' states on the GPU.
+ahead, as the traced order needs them; in the backward pass a gather starts when the moment before its use ends. A
+gathered chunk is kept if it is used again soon. Gradients leave in buckets of 5e8 parameters. The moment after a bucket
+waits for its sum over the ranks and, in the last micro-batch, for its copy to the host: into memory that is not pinned,
+at a few GB/s (`flush=blocking`), or into pinned memory as fp32, at the link's rate (`flush=async`). optimizer.step() is
+behind the barrier and goes sub-group by sub-group: Adam on the CPU, then the updated parameters up, then the next
+sub-group. Twin-flow (`ratio` < 1) keeps the last sub-groups' states on the GPU.
 """
 
 from __future__ import annotations

@@ -57,7 +57,8 @@ CASES = {
     "states": ("mlp", "states=nvme", 1, None, torch.float32, None),
     "parameters": ("mlp", "params=nvme", 3, 0.5, torch.float32, None),
     "both, in bf16": ("llama", "params=nvme,states=nvme", 2, 0.5, torch.bfloat16, None),
-    "tide, clipped": ("gpt2", "tide", 1, 0.5, torch.float32, 0.3),
+    "moments, clipped": ("gpt2", "tide", 1, 0.5, torch.float32, 0.3),
+    "masters, clipped": ("gpt2", "tide", 1, 0.5, torch.float32, 0.5),
     "tide, in bf16": ("llama", "tide", 2, None, torch.bfloat16, 0.5),
     "streams": ("llama", "optimal:order=depth-first", 2, 0.5, torch.float32, 0.4),
     "wholly, clipped": ("gpt2", "tide", 1, 0.5, torch.float32, 0.2),
@@ -70,6 +71,7 @@ CASES = {
     "a window": ("gpt2", "stronghold", 1, None, torch.float32, 0.5),
 }
 CHUNKS = {
+    "masters, clipped": 16384,
     "wholly, clipped": 16384,
     "wholly, in bf16": 4096,
     "wholly, two": 16384,
@@ -114,6 +116,9 @@ def test_trains_to_the_bit_as_without_disks(
     assert working == case.startswith(("wholly", "param", "both"))
     sums = any((row.place, row.list) == (Place.NVME, "grad32") for row in plans[0].initial)
     assert sums == (case.startswith(("wholly", "both")) and micro_batches > 1)
+    states = {row.list for row in plans[0].initial if row.place is Place.NVME} - {"param", "grad", "grad32"}
+    apart = {"mom": {"momentum", "variance"}, "mas": {"param32"}}.get(case[:3])
+    assert case == "parameters" or apart is None or states == apart
     assert not case.endswith("streams") or any(plans[0].modes[chunk] == "stream" for chunk in on_disks)
     runs = [start(name, policy, plan=plan, disks=[tmp_path], **about) for plan in plans]
     for run in runs:
