@@ -47,6 +47,7 @@ DEPENDENCIES: Mapping[str, tuple[str, ...]] = {
     "certify": PLANNED,
     "event_cost": EXECUTED,
     "disks": EXECUTED,
+    "disks_exact": (*EXECUTED, "benchmarks/disks.py"),
     "disks_checkpoint": (*EXECUTED, "benchmarks/disks.py"),
     "disks_memory": (*EXECUTED, "benchmarks/disks.py"),
     "disks_published": PLANNED,

@@ -13,6 +13,9 @@ of the GPU, is taken off, or what it counts where that is more; while values are
 A checkpoint is written by a run with over 3 GB in its slots and a host with room for a sixth of the model data. It is
 resumed on disks, without disks, and by two processes on disks, and each saves what it has: digests of all values and
 states, by name.
+
+Jobs are trained with states, and with states and parameters, on disks, without disks, and in plain PyTorch (where that
+has the same optimizer), for 20 steps with clipping: their losses, and bytes moved beside the plan's.
 """
 
 from __future__ import annotations
@@ -53,13 +56,15 @@ from pstar_sim.core.checker.check import check_plan
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import DISK_QUEUES, Place, Queue
 from pstar_sim.core.timeline import Span
-from pstar_sim.core.workspace import with_host_budget
+from pstar_sim.core.workspace import with_host_budget, workspace_bytes
+from pstar_sim.errors import PstarError
 from pstar_sim.planner.compare import play_plan
 from pstar_sim.planner.memory_needs import need_of_plan, with_room
 from pstar_sim.policy.kit.sharing import plan_once
-from pstar_sim.policy.registry import find_policy
+from pstar_sim.policy.registry import find_policy, plan_to_run
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.loading import Loading
+from pstar_sim.workload.workload import Workload, with_optimizer
 
 POLICIES = ("tide", "stronghold", "zero_infinity:params=nvme,states=nvme,subgroup=1000000")
 MODEL = {
@@ -160,6 +165,104 @@ CHECKPOINT = MemoryJob("gpt2", 20, 1024, "fp32", "400MB", "tide")
 CHECKPOINT_SHARE = 1 / 6
 PHASES = ("loading", "training", "saving", "resuming")
 PARTS = ("on disks", "without disks", "two processes")  # that resume it
+
+
+EXACT_STEPS = 20
+EXACT_POLICIES = ("tide", "optimal", "stronghold", "zero_infinity")
+SMALL = {"vocab_size": 512, "bos_token_id": 0, "eos_token_id": 0}
+EXACT_MODELS: dict[str, dict[str, object]] = {
+    "gpt2 of 124 M": {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "n_positions": 1024},
+    "gpt2 of 1 M": {"model_type": "gpt2", "n_layer": 6, "n_embd": 128, "n_head": 4, "n_positions": 64, **SMALL},
+    "llama of 1 M": {
+        "model_type": "llama", "num_hidden_layers": 6, "hidden_size": 128, "intermediate_size": 352, **SMALL,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    },
+}  # fmt: skip
+
+
+class ExactJob(NamedTuple):
+    """chunk_bytes: None: the policy's."""
+
+    model: str
+    dtype: str
+    gpu: str
+    policies: tuple[str, ...]
+    micro_batches: int = 1
+    optimizer: str = "adamw"
+    chunk_bytes: int | None = None
+
+
+EXACT = {
+    "gpt2 of 124 M, fp32": ExactJob("gpt2 of 124 M", "fp32", "1300MB", EXACT_POLICIES),
+    "llama of 1 M, fp32": ExactJob("llama of 1 M", "fp32", "15MB", EXACT_POLICIES, chunk_bytes=2**19),
+    "llama of 1 M, bf16 with masters, 4 micro-batches": ExactJob(
+        "llama of 1 M", "bf16", "15MB", EXACT_POLICIES, 4, chunk_bytes=2**18
+    ),
+    "gpt2 of 1 M, fp32, 4 micro-batches": ExactJob("gpt2 of 1 M", "fp32", "15MB", EXACT_POLICIES, 4, chunk_bytes=2**19),
+    "gpt2 of 1 M, bf16 with masters, adamw-8bit": ExactJob(
+        "gpt2 of 1 M", "bf16", "15MB", EXACT_POLICIES, 1, "adamw-8bit", 2**18
+    ),
+}
+
+
+def plans_on_disks(job: ExactJob, policy: str, workload: Workload, disks: Path) -> dict[str, Plan]:
+    """Of the most host memory with states alone on disks, and with states and parameters."""
+    machine = load_machine("virtual", gpu_memory=job.gpu, disks=[disks])
+    settings = Settings(clip=True, chunk_bytes=job.chunk_bytes, effort=0.1)
+    params = sum(prod(tensor.shape) for tensor in workload.tensors if tensor.tied_to is None)
+    plans: dict[str, Plan] = {}
+    for where, options in (("states", "params=cpu,states=nvme"), ("states and parameters", "params=nvme,states=nvme")):
+        spec = f"{policy}:{options},subgroup={params // 8}" if policy == "zero_infinity" else policy
+        for share in (0.9, 0.7, 0.55, 0.45, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1):
+            room = round(share * DATA_BYTES[job.dtype] * params) + workspace_bytes(workload)
+            try:
+                plan = plan_to_run(spec, workload, with_host_budget(machine, room), settings)
+            except PstarError:
+                continue
+            on_disks = {row.list for row in plan.initial if row.place is Place.NVME}
+            if on_disks and ("param" in on_disks) == (where != "states"):
+                plans[where] = plan
+                break
+    return plans
+
+
+def measure_exact(folder: Path, name: str) -> dict[str, Any]:
+    job, disks, config = EXACT[name], folder / "disk", folder / "config.json"
+    disks.mkdir(exist_ok=True)
+    config.write_text(json.dumps(EXACT_MODELS[job.model]), encoding="utf-8")
+    of_job: dict[str, Any] = {"batch": 1, "sequence": 32, "micro_batches": job.micro_batches, "dtype": job.dtype}
+    training = TrainingJob(model=f"hf:{config}", checkpointing=True, lr=1e-3, clip=True, **of_job)
+    workload = with_optimizer(capture(f"hf:{config}", checkpointing=True, **of_job), job.optimizer)
+    roomy = load_machine("virtual", gpu_memory=job.gpu)
+    kept = plan_to_run("tide", workload, roomy, Settings(clip=True, chunk_bytes=job.chunk_bytes))
+    losses = {"without disks": [row.loss for row in training.run(kept, steps=EXACT_STEPS).reports]}
+    if job.dtype == "fp32" and job.optimizer == "adamw":
+        losses["plain"] = [row.loss for row in training.run_plain(kept, steps=EXACT_STEPS)]
+    rows: list[dict[str, Any]] = []
+    for policy in job.policies:
+        for where, plan in plans_on_disks(job, policy, workload, disks).items():
+            result = training.run(plan, steps=EXACT_STEPS, disks=[str(disks)])
+            mine = [report.loss for report in result.reports]
+            moved = {lane: size for lane, size in result.timeline.moved_bytes.items() if lane.startswith("nvme")}
+            rows.append(
+                {
+                    "policy": policy,
+                    "on_disks": where,
+                    "host_budget_bytes": plan.host_budget_bytes,
+                    "equal": {with_: mine == theirs for with_, theirs in losses.items()},
+                    "last_loss": mine[-1],
+                    "deviations": list(result.deviations),
+                    "moved_bytes": moved,
+                    "planned_bytes": {lane: plan.moved_bytes[lane] for lane in moved},
+                    "left": sorted(path.name for path in disks.iterdir()),
+                }
+            )
+            print(name, rows[-1], flush=True)
+    return {
+        "job": name,
+        "losses": {"first": losses["without disks"][0], "last": losses["without disks"][-1]},
+        "rows": rows,
+    }
 
 
 def write_models(folder: Path, job: MemoryJob) -> None:
@@ -399,7 +502,7 @@ def memory_rows(folder: Path) -> list[dict[str, Any]]:
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--folder", default=".", help="on a disk that O_DIRECT reaches (default: the current folder)")
-    flags.add_argument("--only", choices=("memory", "seconds", "checkpoint"), help="leave out the others")
+    flags.add_argument("--only", choices=("memory", "seconds", "checkpoint", "exact"), help="leave out the others")
     flags.add_argument("--models", help=argparse.SUPPRESS)
     flags.add_argument("--memory", help=argparse.SUPPRESS)
     flags.add_argument("--checkpoint", choices=PARTS, help=argparse.SUPPRESS)
@@ -419,6 +522,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         memory = memory_rows(Path(folder)) if given.only in (None, "memory") else []
         rows = measure(Path(folder)) if given.only in (None, "seconds") else []
+        exact = [measure_exact(Path(folder), name) for name in EXACT] if given.only in (None, "exact") else []
         checkpoint = measure_checkpoint(Path(folder)) if given.only in (None, "checkpoint") else {}
     for row in memory:
         keys = ("planned_host_peak_bytes", "host_needed_bytes", "loading_bytes", "training_bytes")
@@ -433,6 +537,8 @@ def main() -> None:
             f"{', '.join(f'{each:.3f}' for each in row['measured_s'])} s, {row['error']:+.1%}; of the disks' time "  # type: ignore[attr-defined]
             f"{row['hidden_share']:.0%} is hidden, {row['predicted_hidden_share']:.0%} predicted"
         )
+    if exact:
+        write_result("disks_exact", {"jobs": exact})
     if checkpoint:
         keys = ("slots_bytes", "planned_host_peak_bytes", *(f"{phase}_bytes" for phase in PHASES))
         slots, peak, *phases = (format_bytes(checkpoint[key]) for key in keys)
