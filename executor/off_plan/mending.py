@@ -59,6 +59,8 @@ class Mending:
             cursor.off_plan = True
             self.gradients.leave_gpu()
             self.states.send_streams_home()
+        for chunk in range(len(run.plan.layout.chunks)):
+            self.states.send_to_disks(chunk)  # else lists whose gradients are on disks stay on the host
         assert state.now.update is not None
         self.stepping.carry_out(state.now.update)
         return True

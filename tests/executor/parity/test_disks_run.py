@@ -21,6 +21,7 @@ from executor.devices.backend import VirtualBackend
 from executor.disks.folders import DiskFolders
 from executor.disks.store import DiskStore
 from executor.memory.payloads import DiskPayloads, HostSlabs
+from executor.off_plan.inline import Inline
 from pstar_sim.core.plan import Settings
 from pstar_sim.core.slabs import PAGE_BYTES, pool_key, pool_peak_bytes, pooled_payloads
 from pstar_sim.core.step import Kind, Place, Queue
@@ -269,6 +270,41 @@ def test_a_checkpoint_holds_what_is_on_disks(kit: Any, start: Callable[..., Any]
     for values, kept in states[1:]:
         assert all(torch.equal(values[key], value) for key, value in states[0][0].items())
         assert all(torch.equal(kept[i][key], value) for i, row in states[0][1].items() for key, value in row.items())
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_ctrl_c_between_a_write_and_the_free_behind_it(
+    kit: Any, start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Off plan, where the host has little room: the update goes on with what is on disks."""
+    plan = kit.plan_on_disks(
+        "gpt2", "tide:pins=4", micro_batches=count, clip=True, host_share=0.1 + 0.1 * count, chunk_bytes=16384
+    )
+    about: dict[str, Any] = {"micro_batches": count, "clip": 0.5, "checkpointing": True, "replan_after": 0}
+    run = start("gpt2", plan.policy, plan=plan, disks=[tmp_path], **about)
+    perform, left = Inline.perform, [0]  # writes until Ctrl-C comes
+
+    def interrupted(inline: Inline, step: Any, *given: Any) -> None:
+        perform(inline, step, *given)
+        left[0] -= step.kind is Kind.NVME_WRITE
+        if left[0] == 0 and step.kind is Kind.NVME_WRITE:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Inline, "perform", interrupted)
+    for strike in (1, 2, 4, 8):
+        for n in range(count):
+            batch = {key: torch.cat([value] * (1 + (n == count - 1))) for key, value in next(run.batches).items()}
+            for one in (run.model, run.reference.model):
+                kit.loss_of(one, batch).backward()
+        left[0] = strike
+        with pytest.raises(KeyboardInterrupt):
+            run.optimizer.step()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.reference.step()
+    values = run.model.state_dict()
+    for key, parameter in run.reference.model.named_parameters():
+        assert kit.distance(values[key], parameter.detach()) <= 1e-6, key
 
 
 class Tower(torch.nn.Module):
