@@ -288,7 +288,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.baseline_bytes = self._resident_bytes()
-        self.phase = ""
+        self.phase = "loading"
         self.most_bytes: dict[str, int] = {}
         self.device_bytes: Callable[[], int] = lambda: 0
         self._ended = threading.Event()
