@@ -153,25 +153,26 @@ def _text(draw: torch.Generator) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def _hf(name: str, checkpointing: bool) -> tuple[nn.Module, Callable[[torch.Generator], Any]]:
+def _hf(name: str, checkpointing: bool, layers: int) -> tuple[nn.Module, Callable[[torch.Generator], Any]]:
     import transformers
 
     if name == "gpt2":
         config = transformers.GPT2Config(
-            n_layer=3, n_head=2, n_embd=32, vocab_size=VOCABULARY, n_positions=32,
+            n_layer=layers, n_head=2, n_embd=32, vocab_size=VOCABULARY, n_positions=32,
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
         )  # fmt: skip
         model: Any = transformers.GPT2LMHeadModel(config)
     elif name == "llama":
         config = transformers.LlamaConfig(
-            num_hidden_layers=3, hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2,
-            vocab_size=VOCABULARY, max_position_embeddings=32,
+            num_hidden_layers=layers, hidden_size=32, intermediate_size=64, num_attention_heads=2,
+            num_key_value_heads=2, vocab_size=VOCABULARY, max_position_embeddings=32,
         )  # fmt: skip
         model = transformers.LlamaForCausalLM(config)
     else:
         config = transformers.BertConfig(
-            num_hidden_layers=3, hidden_size=32, intermediate_size=64, num_attention_heads=2, vocab_size=VOCABULARY,
-            max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            num_hidden_layers=layers, hidden_size=32, intermediate_size=64, num_attention_heads=2,
+            vocab_size=VOCABULARY, max_position_embeddings=32, hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
         )  # fmt: skip
         model = transformers.BertForMaskedLM(config)
     model.config.use_cache = False
@@ -182,13 +183,16 @@ def _hf(name: str, checkpointing: bool) -> tuple[nn.Module, Callable[[torch.Gene
 
 
 def build(
-    name: str, *, checkpointing: bool = False, seed: int = 0
+    name: str, *, checkpointing: bool = False, seed: int = 0, layers: int = 3
 ) -> tuple[nn.Module, Callable[[torch.Generator], Any]]:
-    """A small model and a function that draws a batch for it. Names: mlp, experts, gpt2 (tied), llama, bert."""
+    """A small model and a function that draws a batch for it. Names: mlp, experts, gpt2 (tied), llama, bert.
+
+    layers: of a transformer.
+    """
     torch.manual_seed(seed)
     if name == "experts":
         return experts()
-    return mlp(checkpointing) if name == "mlp" else _hf(name, checkpointing)
+    return mlp(checkpointing) if name == "mlp" else _hf(name, checkpointing, layers)
 
 
 def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -511,9 +515,10 @@ def start() -> Iterator[Callable[..., Run]]:
         clip: float | None = None,
         dtype: torch.dtype = torch.float32,
         plan: Plan | None = None,
+        layers: int = 3,
         **options: Any,
     ) -> Run:
-        model, draw = build(name, checkpointing=checkpointing)
+        model, draw = build(name, checkpointing=checkpointing, layers=layers)
         model.to(dtype)
         if dtype != torch.float32:
             plain_draw = draw
@@ -524,7 +529,7 @@ def start() -> Iterator[Callable[..., Run]]:
 
         twin = copy.deepcopy(model)
         if plan is None:
-            row = (name, checkpointing, dtype, micro_batches, policy, update, clip is not None)
+            row = (name, layers, checkpointing, dtype, micro_batches, policy, update, clip is not None)
             if row not in PLANNED or policy.startswith("optimal"):
                 example = draw(torch.Generator().manual_seed(9))
                 w = workload_of(model, example, micro_batches=micro_batches, name=name)

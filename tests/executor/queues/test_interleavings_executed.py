@@ -15,7 +15,7 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.core.step import Kind, Ref
 from pstar_sim.errors import PstarError
 
-WHOLE, USUAL = (200, 33), (30, 10)  # interleavings: of tide on three micro-batches, of each other case
+WHOLE, USUAL = (200, 33), (24, 8)  # interleavings: of tide on three micro-batches, of each other case
 
 
 def random_queues(seed: int) -> executor.SerialQueues:
