@@ -180,7 +180,8 @@ def test_no_layer_major_plan_is_under_its_bounds(spec: str, examples: int, whole
     def holds(chance: random.Random) -> None:
         nonlocal played
         host = "host" in spec
-        w = random_workload(chance, micro_batches=chance.choice((2, 3, 4)), checkpointing=True if host else None)
+        layers, count = chance.randint(1, 5), chance.choice((2, 3, 4))
+        w = random_workload(chance, layers=layers, micro_batches=count, checkpointing=True if host else None)
         model_bytes = sum(t.bytes for t in w.tensors) + w.trainable_params * 12
         m = machine(
             gpu_memory_bytes=int(relay(w).peak_non_model_bytes + model_bytes * chance.choice((0.2, 0.4, 0.7, 1.2))),

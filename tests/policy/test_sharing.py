@@ -111,11 +111,11 @@ def test_a_comparison_times_each_plan_once_and_shows_the_policies_in_the_order_a
 
 
 def test_a_comparison_finds_what_each_policy_finds_alone_and_keeps_no_plans() -> None:
-    workload, machine = ps.preset("1B", batch=2, seq=256), ps.machine("rtx4090", gpu_memory="6GB")
+    workload, machine = ps.preset("gpt2", batch=2, seq=256), ps.machine("rtx4090", gpu_memory="2GB")
     names = ["tide", "optimal", "zero3_offload"]
     shared = ps.compare(workload, machine, policies=names, settings=EAGER)
     assert ("plans",) not in workload.derived
     for name in names:
-        alone: Plan = find_policy(name)(ps.preset("1B", batch=2, seq=256), machine, EAGER)
+        alone: Plan = find_policy(name)(ps.preset("gpt2", batch=2, seq=256), machine, EAGER)
         found = shared[name].plan
         assert (found.steps, found.choices, found.predictions) == (alone.steps, alone.choices, alone.predictions)

@@ -85,7 +85,7 @@ def test_on_several_ranks(policy: str) -> None:
 def test_any_choice_of_modes_that_has_room_makes_a_correct_plan(ranks: int) -> None:
     made_plans = 0
 
-    @settings(max_examples=20)
+    @settings(max_examples=12)
     @given(jobs(ranks=(ranks,)), chances())
     def holds(drawn: Drawn, chance: random.Random) -> None:
         nonlocal made_plans
@@ -126,7 +126,7 @@ def test_any_choice_of_modes_that_has_room_makes_a_correct_plan(ranks: int) -> N
         made_plans += 1
 
     holds()
-    assert made_plans >= 4
+    assert made_plans >= 2
 
 
 def test_the_forward_pass_does_not_wait_for_parameters_on_their_way_down() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from bounded import offloaded_chain
-from drawn import TIME_TO_SHRINK, Drawn, chances, planned, seeds
+from drawn import LITTLE_EFFORT, TIME_TO_SHRINK, Drawn, chances, planned, seeds
 from hypothesis import given, settings
 from msgspec import structs
 
@@ -27,6 +27,7 @@ from pstar_sim.workload.mixing import block_names, offload_blocks
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
 pytestmark = TIME_TO_SHRINK
+UPDATES = ("step", "eager")
 
 
 def test_every_policy_on_random_choices(whole: bool) -> None:
@@ -35,7 +36,7 @@ def test_every_policy_on_random_choices(whole: bool) -> None:
     def holds(chance: random.Random, shake: random.Random) -> None:
         w = offloaded_chain(chance)
         machine: Machine = random_machine(chance, w)
-        asked = Settings(update=chance.choice(("step", "eager")), clip=chance.random() < 0.5)
+        asked = Settings(update=chance.choice(UPDATES), clip=chance.random() < 0.5, effort=LITTLE_EFFORT)
         checked = 0
         for name, policy in built_in().items():
             plan = planned(policy, Drawn(w, machine, asked))
@@ -85,14 +86,14 @@ def test_stashes_raise_the_bound_and_no_policy_beats_it(whole: bool) -> None:
     that of computing and stashes alone; often higher than both; and no plan of any policy is faster, by the joint LP
     or the fluid program."""
     higher = finer = plans = 0
-    examples = 30 if whole else 10
+    examples = 30 if whole else 8
 
     @settings(max_examples=examples)
     @given(chances())
     def holds(chance: random.Random) -> None:
         nonlocal higher, finer, plans
         w, machine = loaded_choice(chance)
-        asked = Settings(update=chance.choice(("step", "eager")), clip=chance.random() < 0.5)
+        asked = Settings(update=chance.choice(UPDATES), clip=chance.random() < 0.5, effort=LITTLE_EFFORT)
         searched = chance.random() < 1 / 3
         layout = build_layout(w)
         bound = lower_bound(w, machine, asked, layout).seconds

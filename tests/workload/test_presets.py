@@ -43,11 +43,14 @@ def tiny(e: ModelEntry, *, checkpointing: bool = False, attention: str = "flash"
     return workload_of(e, batch=2, sequence=8, checkpointing=checkpointing, attention=attention, dtype=dtype)
 
 
-def test_every_preset_has_the_true_parameters_and_wastes_at_most_two_percent_of_its_chunks() -> None:
-    """Here, so that the catalog is written once."""
+def test_every_preset_has_the_true_parameters_and_wastes_at_most_two_percent_of_its_chunks(whole: bool) -> None:
+    """Here, so that the catalog is written once; the 30,489 tensors of deepseek-v3, as long as thirty others, with
+    --whole alone."""
     wasted = {}
     for name in model_names():
         e = model_entry(name)
+        if name == "deepseek-v3" and not whole:
+            continue
         w = preset(name, batch=1, seq=e.max_seq if e.family == "vit" else 16)
         assert w.params == e.params, name
         assert sum(t.bytes for t in w.tensors) == 2 * e.params, name
