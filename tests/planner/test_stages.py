@@ -830,9 +830,14 @@ class TestSharesOfLayers:
             with pytest.raises(PlanError, match=f"b has tensors as large as a; the shares are a {parts[0]}/12"):
                 prove_set(replace(unlike.plans, shares=tuple(Share(1, own) for own in parts)))
 
-    @pytest.mark.parametrize("policy", ["all_on_gpu", "tide"])
     @pytest.mark.parametrize(
-        ("machine", "text"), [("a100-40x2+v100-32x2", "tp=2,cp=2"), ("rtx5090x2+rtx3090x2", "tp=4")]
+        ("machine", "text", "policy"),
+        [
+            ("a100-40x2+v100-32x2", "tp=2,cp=2", "tide"),
+            ("rtx5090x2+rtx3090x2", "tp=4", "all_on_gpu"),
+            pytest.param("a100-40x2+v100-32x2", "tp=2,cp=2", "all_on_gpu", marks=pytest.mark.whole),
+            pytest.param("rtx5090x2+rtx3090x2", "tp=4", "tide", marks=pytest.mark.whole),
+        ],
     )
     def test_never_slower_than_equal_shares(self, machine: str, text: str, policy: str) -> None:
         planned = plan_stages(self.JOB, load_machine(machine), policy, Parallelism.parse(text))
