@@ -290,6 +290,18 @@ def disks_memory() -> str:
     return f"{min(most):.0%} to {max(most):.0%} of the plan's host peak ({link('disks_memory')})"
 
 
+def disks_checkpoint() -> str:
+    row = result("disks_checkpoint")["row"]
+    peak = max(row[f"{phase}_bytes"] for phase in ("loading", "training", "saving", "resuming"))
+    assert all(row["equal"].values())
+    return (
+        f"With {row['slots_bytes'] / 1e9:.2f} GB of {row['model_data_bytes'] / 1e9:.2f} GB of model data in its slots, "
+        f"a process took at most {peak / 1e6:.0f} MB on the host, where the plan's peak is "
+        f"{row['planned_host_peak_bytes'] / 1e6:.0f} MB; all {row['tensors']} tensors of its checkpoint are the same, "
+        f"resumed on disks, without disks, and by two processes ({link('disks_checkpoint')})"
+    )
+
+
 def overhead() -> str:
     row = next(row for row in result("overhead")["rows"] if row["sequence"] == 128)
     return (
@@ -937,7 +949,8 @@ def _change(part: float, digits: int = 2) -> str:
 PHRASES: Mapping[str, Callable[[], str]] = {
     f.__name__.replace("_", "-"): f
     for f in (
-        accuracy, disks, disks_memory, overhead, event_cost, capture, peers, peers_memory, peers_offloading, semantics,
+        accuracy, disks, disks_checkpoint, disks_memory,
+        overhead, event_cost, capture, peers, peers_memory, peers_offloading, semantics,
         architectures,
         interleavings, leaks, reserved, mutations, faults, kills, interrupts, oracle, load_weights, checksums, planning,
         activations, calibrated, tide_bytes, whale, gemm_carried, gemm_seen, frameworks, captured_peaks,

@@ -394,6 +394,16 @@ def folders(count: int) -> Iterator[list[Path]]:
         yield made
 
 
+def three_steps_of(run: Run) -> Callable[[], None]:
+    """Writes of one may go on in the next."""
+
+    def go_on() -> None:
+        for _ in range(3):
+            run.step()
+
+    return go_on
+
+
 def damaged_disk(policy: str, strike: Strike, *words: str) -> str:
     """Check that the error names folder, list and chunk, that the last checkpoint stays as it is, and that a run which
     continues from it in another folder equals one without the fault."""
@@ -404,13 +414,9 @@ def damaged_disk(policy: str, strike: Strike, *words: str) -> str:
             run.optimizer.save(saved)
             kept = {p.name: p.read_bytes() for p in saved.iterdir()}
 
-            def go_on() -> None:
-                for _ in range(3):
-                    run.step()
-
             named = f"disks folder {first}: "
             with strike(first):
-                said = expect(DiskError, go_on, named, " of chunk ", "the last checkpoint", *words)
+                said = expect(DiskError, three_steps_of(run), named, " of chunk ", "the last checkpoint", *words)
             expect(DiskError, run.step, named)
         assert {p.name: p.read_bytes() for p in saved.iterdir()} == kept, "the checkpoint changed"
         with running(policy, disks=second) as run, running(policy, disks=third) as other:
@@ -499,7 +505,7 @@ def overcommitted_disk(policy: str) -> str:
                 "cannot be written",
                 "and continue from the last checkpoint",
             )
-            return expect(DiskError, run.step, *words)
+            return expect(DiskError, three_steps_of(run), *words)
 
 
 _LOST_RANKS = Path(__file__).resolve().parent.parent / "tests" / "executor" / "distributed" / "test_lost_ranks.py"

@@ -68,6 +68,21 @@ def test_every_figure_of_the_documents_is_that_of_its_file(monkeypatch: pytest.M
     assert shown >= {path.stem for path in FILES} - {"simulate"}
 
 
+def test_runs_on_disks_keep_to_their_plans() -> None:
+    """Host memory, and a checkpoint of over 3 GB of slots, of the commits at which they were measured."""
+    memory, checkpoint = (
+        json.loads((ROOT / "benchmarks" / "results" / f"disks_{name}.json").read_text(encoding="utf-8"))
+        for name in ("memory", "checkpoint")
+    )
+    row = checkpoint["row"]
+    assert row["slots_bytes"] > 3e9 > 4 * row["host_budget_bytes"]
+    assert row["equal"] == {"on disks": True, "without disks": True, "two processes": True} and row["left"] == []
+    for at, phases in ((row, ("saving", "resuming")), *((each, ()) for each in memory["rows"])):
+        assert 4 * at["host_budget_bytes"] <= at["model_data_bytes"] + 4
+        for phase in ("loading", "training", *phases):
+            assert 0 < at[f"{phase}_bytes"] <= at["planned_host_peak_bytes"], (at, phase)
+
+
 def test_both_tables_of_peers_come_from_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second is not there until it was measured; a step of ZeRO-2 is 1 / 0.8 of ours."""
     refresher = loaded(ROOT / ".ci" / "refresh_readme.py", monkeypatch)
