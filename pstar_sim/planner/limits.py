@@ -195,7 +195,7 @@ def max_model(
         job=job,
         dtype=working,
         least_bytes=STORAGE[base or working].bytes_per_param + (0 if adapter else job.states.least_bytes_per_param),
-        loaded_bytes=0.0 if parallel or machine.unified else _loaded_bytes(loading, working, base, machine),
+        loaded_bytes=0.0 if parallel else _loaded_bytes(loading, working, base, machine),
     )
     ask = _asker(machine, settings, loading)
 
@@ -285,7 +285,11 @@ class _Models:
     def loaded(self, policy: str | Policy) -> int:
         if not self.loaded_bytes or can(policy).counts_host:
             return sys.maxsize
-        return int(self.machine.host_budget_bytes // self.loaded_bytes)
+        through_host = int(self.machine.host_budget_bytes // self.loaded_bytes)
+        if not self.machine.unified:
+            return through_host
+        gpus_bytes = self.machine.gpu_budget_bytes * self.machine.world_size
+        return max(through_host, int(gpus_bytes // self.least_bytes))  # what is all on GPUs is loaded there
 
     def most_params(self, policy: str | Policy) -> int:
         """By [Note: an upper bound of any model]."""

@@ -407,6 +407,15 @@ def test_no_model_is_left_out_that_the_host_could_load(name: str, given: dict[st
     assert given.get("base") or most_bytes == pytest.approx(least_bytes)
 
 
+def test_of_one_memory_the_gpu_loads_what_it_holds() -> None:
+    """The host could load less."""
+    m = ps.machine("gb10", gpu_memory="8GB", host_memory="4.5GB")
+    m = replace(m, unified=True, host=replace(m.host, memory_bytes=m.host.reserved_bytes + 200 * MB))
+    answer = max_model(m, batch=1, seq=64, like="gpt2", policies=["all_on_gpu"], catalog=False)
+    params = answer["all_on_gpu"].params
+    assert params is not None and 2 * params > m.host_budget_bytes
+
+
 def test_with_disks_the_need_is_that_of_the_smallest_plan() -> None:
     """With it the job fits, and with a MB less it does not."""
     w, settings = preset("gpt2", batch=1, seq=64), ps.Settings()
