@@ -306,8 +306,8 @@ class Ladder(Sequence[Rung]):
 
     def _available(self) -> int:
         """At most the present budget and the accelerator's bytes. Where that is enough and the tide is not counted,
-        fragments or a higher tide took it: less a sixteenth where as many bytes as requested were idle, else less an
-        eighth, or the requested bytes if more."""
+        fragments or a higher tide took it: less a sixteenth where the requested bytes were idle, else less an eighth,
+        or those bytes if more."""
         budget, error = self.state.run.plan.gpu_budget_bytes, self.shortage.error
         limit = self.state.run.backend.available_gpu_bytes()
         if limit is not None and (limit < budget or (self.guard is not None and self.guard.counts)):

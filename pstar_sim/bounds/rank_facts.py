@@ -116,7 +116,7 @@ class NetFacts:
 
 def _most_saved(seconds: Array, sizes: Array) -> tuple[float, float]:
     """(seconds, seconds per byte) of a line over bytes that is never below the seconds of the sums, or of parts of
-    them, that take so many: through the middle of all seconds, those with the most per byte first."""
+    them, that take so many: through the middle of all seconds, most per byte first."""
     order = np.argsort(-seconds / sizes, kind="stable")
     upto_s, upto = np.cumsum(seconds[order]), np.cumsum(sizes[order])
     at = int(np.searchsorted(upto_s, upto_s[-1] / 2))

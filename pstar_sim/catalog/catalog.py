@@ -136,7 +136,7 @@ class Catalog:
 
     def _known_machines(self, name: str) -> list[str]:
         """In the catalog, for 8xa100-80, and a GPU alone, such as H100 or 8 x H100: all machines that have so many of
-        it. Raises UnknownName where machines have another number, or another name."""
+        it. Raises UnknownName where others have it."""
         number = re.fullmatch(r"(\d{1,3}) ?[x*] ?(.+)|(.+?) ?[x*] ?(\d{1,3})", name)  # more are a model: rtx3090
         gpu, count = (name, "1") if number is None else (number[2] or number[3], number[1] or number[4])
         for known in (spelled(name, self.machines), spelled(f"{gpu}x{count}", self.machines)):

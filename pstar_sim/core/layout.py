@@ -522,8 +522,8 @@ def _waste(classes: Mapping[_Class, Sequence[_Item]], size: int) -> float:
 
 
 def _score(classes: Iterable[tuple[Sequence[int], Sequence[int], int]], size: int, total: int, used: int) -> float:
-    """A penalty: waste, bytes in oversize chunks, and mean distance (octaves, by bytes) from 64 to 128 MiB (1/64 to
-    1/32 of a smaller model); at least 1 for too much waste.
+    """A penalty: waste, bytes in oversize chunks, mean octaves from 64 to 128 MiB (1/64 to 1/32 of a smaller model); at
+    least 1 for too much waste.
 
     classes: padded elements, their running sum, and bytes per element.
     total, used: with and without padding.

@@ -440,8 +440,7 @@ def _fastest(
 
 
 def _with_rivals(policy: Policy, name: str, job: _Question, plan: Plan, timeline: Timeline) -> tuple[Plan, Timeline]:
-    """A policy that tries the others does so as if all GPUs computed what the hardest job of one takes. Those below its
-    seconds are played with the job of each."""
+    """What it tried as if each GPU had the hardest job, and is below its seconds, is played with the job of each."""
     if policy not in built_in().values() or not can(policy).tries_others:
         return plan, timeline
     own_s, machine = timeline.iteration_s, without_workspace(job.share.workload, job.machine)

@@ -492,8 +492,8 @@ def _largest(
     known: Sequence[int] = (),
     least: int = 0,
 ) -> tuple[int, Refusal | None]:
-    """(the largest n in 0..most that fits, why n + 1 does not or None). From `first` (many layers take long), n
-    becomes four times as large, then follows lines, and every third time halves the interval.
+    """(the largest n in 0..most that fits, why n + 1 does not or None). From `first`, n becomes four times as
+    large, then follows lines, and every third time halves the interval.
 
     near: a guess, asked first, then further away.
     known: n stops beside these on its way.

@@ -179,8 +179,7 @@ def _stashes(source: Workload, parts: Sequence[BlockRun], cells: Sequence[Sequen
 def _boundary_bytes(w: Workload, begin: int, ahead: Sequence[Sequence[int]], back: Sequence[int]) -> list[int]:
     """To the host, for each block of one micro-batch, from its moment `begin`.
 
-    When a block's backward begins, the level is what blocks up to it keep, and its output's gradient; from block to
-    block it rises by an output, and by activations kept.
+    When a block's backward begins, the level is what blocks up to it keep, and its output's gradient.
     """
     if not back:
         return []

@@ -179,8 +179,8 @@ def _min_cut(
 ) -> tuple[int, NDArray[np.bool_]]:
     """(maximum flow, source's side of a minimum cut), exact for 64-bit capacities.
 
-    scipy's solver counts in 32 bits: the first flow is in units of a power of two, rounded down, so short by less than
-    a unit per edge of the residual graph, where the rest is found in smaller units, until the unit is a byte.
+    scipy's solver counts in 32 bits: the first flow is in units of a power of two, rounded down; what an edge then
+    lacks is found in smaller units, until the unit is a byte.
     """
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow

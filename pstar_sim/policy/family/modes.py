@@ -289,9 +289,8 @@ def _in_turn_s(
     up_s: tuple[Array, Array, Array, Array],
     down_s: tuple[Array, Array, Array],
 ) -> Array:
-    """What cannot overlap: all micro-batches but the last, each with the forward behind it, and the work from the last
-    to the next iteration: without a barrier its backward, all updates and the first forward; behind one the backward is
-    counted by itself.
+    """What cannot overlap: all micro-batches but the last, each with the forward behind it, and from the last to the
+    next iteration all updates and the first forward, without a barrier the backward too.
 
     computed_s: besides the moments: a micro-batch's adds, and the updates.
     up_s: chunks that do not stay over a turn; a micro-batch's spilt sums; lists for the updates and the next iteration;

@@ -64,7 +64,8 @@ SUMS_TURNS = ((-1, 1), (1, -1), (-1, 0), (1, 0), (0, 1), (0, -1))
 # A random trial changes pins and streams by at most WANDER times the number of chunks. The search goes downhill from
 # random trials that are slower than the best by at most the factor WANDER_LIMIT.
 WANDER, WANDER_LIMIT = 0.04, 1.02
-# When nothing else is left to try, at most so many chunks are fetched ahead.
+# When nothing else is left to try, at most so many chunks are fetched ahead: more may take the link or room from an
+# urgent copy.
 AHEAD = (1, 2)
 USUAL = Knobs()  # knobs with which a search begins
 
@@ -410,8 +411,7 @@ class Search:
                 self._downhill()
 
     def fetch_later(self, effort_ops: int) -> None:
-        """The best with fewer chunks fetched ahead, each of which may take the link or room from a more urgent copy,
-        and downhill. Needs a trial that fits."""
+        """The best with fewer chunks fetched ahead, and downhill. Needs a trial that fits."""
         self.effort_ops = effort_ops
         for ahead in AHEAD if self.job.point.prefetch == "edf" else ():
             assert self.best is not None
