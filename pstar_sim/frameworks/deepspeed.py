@@ -583,9 +583,9 @@ def _unpinned(configuration: Configuration) -> str:
 
 def _copies(configuration: Configuration, workload: Workload, ranks: int, local_ranks: int) -> Copies | None:
     """Each rank writes its states, those of the GPU list by list, and reads them on the CPU beside the live ones
-    (engine.py: _save_zero_checkpoint, _get_all_zero_checkpoint_state_dicts). Before stage 3 each first reads the model's
-    file. Gathered weights are copied to the first process (_zero3_consolidated_16bit_state_dict). States on disks are
-    not counted."""
+    (engine.py: _save_zero_checkpoint, _get_all_zero_checkpoint_state_dicts). Before stage 3 each first reads the
+    model's file. Gathered weights are copied to the first process (_zero3_consolidated_16bit_state_dict). States on
+    disks are not counted."""
     detail = configuration.detail
     if detail["states"] == "nvme":
         return None
