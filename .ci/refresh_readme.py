@@ -302,6 +302,17 @@ def disks_checkpoint() -> str:
     )
 
 
+def disks_exact() -> str:
+    jobs = result("disks_exact")["jobs"]
+    rows = [row for job in jobs for row in job["rows"]]
+    exact = [row for row in rows if all(row["equal"].values()) and row["moved_bytes"] == row["planned_bytes"]]
+    policies = ", ".join(f"`{policy}`" for policy in dict.fromkeys(row["policy"] for row in rows))
+    return (
+        f"{len(exact)} of {len(rows)} runs of {len(jobs)} jobs under {policies} had the losses of 20 steps, to the "
+        f"bit, and moved the plan's bytes ({link('disks_exact')})"
+    )
+
+
 def overhead() -> str:
     row = next(row for row in result("overhead")["rows"] if row["sequence"] == 128)
     return (
@@ -949,7 +960,7 @@ def _change(part: float, digits: int = 2) -> str:
 PHRASES: Mapping[str, Callable[[], str]] = {
     f.__name__.replace("_", "-"): f
     for f in (
-        accuracy, disks, disks_checkpoint, disks_memory,
+        accuracy, disks, disks_checkpoint, disks_exact, disks_memory,
         overhead, event_cost, capture, peers, peers_memory, peers_offloading, semantics,
         architectures,
         interleavings, leaks, reserved, mutations, faults, kills, interrupts, oracle, load_weights, checksums, planning,

@@ -69,10 +69,10 @@ def test_every_figure_of_the_documents_is_that_of_its_file(monkeypatch: pytest.M
 
 
 def test_runs_on_disks_keep_to_their_plans() -> None:
-    """Host memory, and a checkpoint of over 3 GB of slots, of the commits at which they were measured."""
-    memory, checkpoint = (
+    """Bits, bytes and host memory, of the commits at which they were measured."""
+    memory, exact, checkpoint = (
         json.loads((ROOT / "benchmarks" / "results" / f"disks_{name}.json").read_text(encoding="utf-8"))
-        for name in ("memory", "checkpoint")
+        for name in ("memory", "exact", "checkpoint")
     )
     row = checkpoint["row"]
     assert row["slots_bytes"] > 3e9 > 4 * row["host_budget_bytes"]
@@ -81,6 +81,11 @@ def test_runs_on_disks_keep_to_their_plans() -> None:
         assert 4 * at["host_budget_bytes"] <= at["model_data_bytes"] + 4
         for phase in ("loading", "training", *phases):
             assert 0 < at[f"{phase}_bytes"] <= at["planned_host_peak_bytes"], (at, phase)
+    for job in exact["jobs"]:
+        assert {each["on_disks"] for each in job["rows"]} == {"states", "states and parameters"}
+        for each in job["rows"]:
+            assert all(each["equal"].values()) and each["moved_bytes"] == each["planned_bytes"], each
+            assert each["deviations"] == each["left"] == []
 
 
 def test_both_tables_of_peers_come_from_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
