@@ -93,7 +93,12 @@ A, V = "a100-40", "v100-32"
 
 
 @pytest.mark.parametrize(
-    ("gpus", "switches"), [((A, V), False), ((A, A, V, V), False), ((A, V, A, V), True), ((A, A, V, V), True)]
+    ("gpus", "switches"),
+    [
+        ((A, V), False),
+        *(pytest.param((A, A, V, V), switches, marks=pytest.mark.whole) for switches in (False, True)),
+        ((A, V, A, V), True),
+    ],
 )
 def test_an_a100_beside_a_v100(gpus: tuple[str, ...], switches: bool) -> None:
     """The A100 takes 8 sequences, the V100 4: planned for both, simulated with each rank's own GPU, link and batch."""

@@ -31,7 +31,7 @@ UPDATES = ("step", "eager")
 
 
 def test_every_policy_on_random_choices(whole: bool) -> None:
-    @settings(max_examples=12 if whole else 6)
+    @settings(max_examples=12 if whole else 3)
     @given(chances(), seeds())
     def holds(chance: random.Random, shake: random.Random) -> None:
         w = offloaded_chain(chance)
@@ -86,7 +86,7 @@ def test_stashes_raise_the_bound_and_no_policy_beats_it(whole: bool) -> None:
     that of computing and stashes alone; often higher than both; and no plan of any policy is faster, by the joint LP
     or the fluid program."""
     higher = finer = plans = 0
-    examples = 30 if whole else 8
+    examples = 30 if whole else 4
 
     @settings(max_examples=examples)
     @given(chances())

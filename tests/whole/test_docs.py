@@ -7,10 +7,14 @@ import importlib
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from types import ModuleType
 from urllib.parse import unquote, urlsplit
 
 import pytest
 
+import executor
+import pstar_sim
+from pstar_sim.cli import main
 from pstar_sim.policy.registry import built_in
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,6 +57,7 @@ def pages(site: Path) -> dict[Path, Page]:
     return {path: Page(path) for path in sorted(site.rglob("*.html"))}
 
 
+@pytest.mark.whole
 def test_nothing_is_loaded_from_elsewhere(site: Path, pages: dict[Path, Page]) -> None:
     far = re.compile(r"(?:https?:)?//")
     loaded = [
@@ -67,6 +72,7 @@ def test_nothing_is_loaded_from_elsewhere(site: Path, pages: dict[Path, Page]) -
     assert not [found for path in site.rglob("*.css") for found in imported.findall(path.read_text(encoding="utf-8"))]
 
 
+@pytest.mark.whole
 def test_every_link_and_anchor_of_the_site_leads_somewhere(site: Path, pages: dict[Path, Page]) -> None:
     """Those of the finished pages, menus and copied files included; links to other sites are not looked at."""
     known = {path.resolve(): page for path, page in pages.items()}
@@ -86,19 +92,27 @@ def test_every_link_and_anchor_of_the_site_leads_somewhere(site: Path, pages: di
     assert len(known) > 20 and not missing
 
 
+@pytest.mark.whole
 def test_the_search_works_without_a_server(site: Path) -> None:
     index = (site / "search" / "search_index.js").read_text(encoding="utf-8")
     assert index.startswith("var __index = ") and "tide" in index
     assert (site / "assets" / "iframe-worker.js").exists()
 
 
-def test_every_command_and_every_public_name_has_its_place_in_the_reference(
-    site: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import executor
-    import pstar_sim
-    from pstar_sim.cli import main
+def named_in(package: ModuleType) -> list[str]:
+    """Public names that the page of the reference asks for."""
+    page = (ROOT / "docs" / "reference" / f"{package.__name__}.md").read_text(encoding="utf-8")
+    return re.findall(rf"^(?: +heading:|:::) {re.escape(package.__name__)}\.(\w+)$", page, re.MULTILINE)
 
+
+def test_every_public_name_has_its_place_in_the_reference() -> None:
+    by_name = {executor: ["lightning", "axolotl"]}  # for packages of others: imported by name, not with executor
+    for package in (pstar_sim, executor):
+        assert sorted(named_in(package)) == sorted([*package.__all__, *by_name.get(package, [])])
+
+
+@pytest.mark.whole
+def test_every_command_and_every_public_name_has_an_anchor(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     commands = Page(site / "reference" / "command-line.html")
     text = (site / "reference" / "command-line.html").read_text(encoding="utf-8")
     with contextlib.suppress(SystemExit):
@@ -109,16 +123,11 @@ def test_every_command_and_every_public_name_has_its_place_in_the_reference(
     assert not [name for name in listed if f"pstar-{groups.get(name, name)}" not in commands.names]
     assert "--gpu-memory" in text and "help: " not in text
     assert text.count("another GPU memory, such as 8GB") == 1 < text.count("shared: --machine ")
-    by_name = {"executor": ["lightning", "axolotl"]}  # for packages of others: imported by name, not with executor
     for package in (pstar_sim, executor):
-        names = Page(site / "reference" / f"{package.__name__}.html").names
-        page = (ROOT / "docs" / "reference" / f"{package.__name__}.md").read_text(encoding="utf-8")
-        name = re.escape(package.__name__)
-        written = re.findall(rf"^(?: +heading:|:::) {name}\.(\w+)$", page, re.MULTILINE)
-        assert sorted(written) == sorted([*package.__all__, *by_name.get(package.__name__, [])])
-        assert len(names) > len(written)
+        assert len(Page(site / "reference" / f"{package.__name__}.html").names) > len(named_in(package))
 
 
+@pytest.mark.whole
 def test_commands_can_be_copied_and_pictures_have_a_dark_form(site: Path, pages: dict[Path, Page]) -> None:
     """A block that is copied has no prompt; a name is not broken."""
     shown = [attrs for page in pages.values() for tag, attrs in page.elements if tag == "img" and "class" in attrs]

@@ -63,12 +63,14 @@ IN_SMALL = {
     "pstar ablate --model 1B": "--policy tide",
     'from matplotlib import pyplot as plt\n\nimport pstar_sim as ps\n\nw = ps.preset("12B"': "1B",
     "pstar run plan.json": "--steps 2",
+    "pstar plot tide --model 4B": "--model 1B",
+    "pstar plan --model llama-3.2-3b": "--model llama-3.2-1b",
 }
 """How a command begins that takes long, and the flags that it gets beside its own without --whole; how Python does, and
 the model that stands for its preset. The `compare` of add-a-gpu.md is asked about every policy."""
 
 
-LONG = ("$ pstar ablate --model 8B", "$ pstar max-model --machine v100-32x8 --batch 64")
+LONG = ("$ pstar ablate --model 8B", "$ pstar compare --model 15B", "$ pstar max-model --machine v100-32x8 --batch 64")
 """How a terminal session begins that takes as long as five others, and runs with --whole alone."""
 
 

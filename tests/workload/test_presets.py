@@ -44,18 +44,17 @@ def tiny(e: ModelEntry, *, checkpointing: bool = False, attention: str = "flash"
 
 
 def test_every_preset_has_the_true_parameters_and_wastes_at_most_two_percent_of_its_chunks(whole: bool) -> None:
-    """Here, so that the catalog is written once; the 30,489 tensors of deepseek-v3, as long as thirty others, with
-    --whole alone."""
+    """Here, so that the catalog is written once; without --whole every third model, and not the 30,489 tensors of
+    deepseek-v3, as long as thirty others."""
     wasted = {}
-    for name in model_names():
+    names = model_names()
+    for name in names if whole else [name for name in names[::3] if name != "deepseek-v3"]:
         e = model_entry(name)
-        if name == "deepseek-v3" and not whole:
-            continue
         w = preset(name, batch=1, seq=e.max_seq if e.family == "vit" else 16)
         assert w.params == e.params, name
         assert sum(t.bytes for t in w.tensors) == 2 * e.params, name
         wasted[name] = build_layout(w).waste
-    assert len(wasted) > 40
+    assert len(wasted) > (40 if whole else 13)
     assert {name: waste for name, waste in wasted.items() if waste > 0.02} == {}
 
 

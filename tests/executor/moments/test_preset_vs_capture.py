@@ -155,14 +155,14 @@ def test_a_small_llama_with_grouped_keys_and_its_own_head(
 ) -> None:
     config = {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 688,
-        "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 500,
+        "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 500,
         "max_position_embeddings": 512, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0,
     }  # fmt: skip
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     captured = capture(f"hf:{path}", batch=2, sequence=128, checkpointing=checkpointing, **precision)
     entry = ModelEntry(
-        name="small", family="llama", layers=6, hidden=256, heads=8, kv_heads=2, ffn=688, vocab=500, max_seq=512,
+        name="small", family="llama", layers=3, hidden=256, heads=8, kv_heads=2, ffn=688, vocab=500, max_seq=512,
         tied=False, params=captured.params, source="test",
     )  # fmt: skip
     assert_alike(workload_of(entry, batch=2, sequence=128, checkpointing=checkpointing, **precision), captured)
@@ -171,14 +171,19 @@ def test_a_small_llama_with_grouped_keys_and_its_own_head(
 @of_today
 @pytest.mark.parametrize(
     ("precision", "checkpointing"),
-    [({"dtype": "bf16"}, False), ({"dtype": "bf16"}, True), ({"dtype": "fp32"}, True), ({"autocast": "bf16"}, False)],
+    [
+        pytest.param({"dtype": "bf16"}, False, marks=pytest.mark.whole),
+        ({"dtype": "bf16"}, True),
+        pytest.param({"dtype": "fp32"}, True, marks=pytest.mark.whole),
+        ({"autocast": "bf16"}, False),
+    ],
 )
 def test_masks_of_dropout_are_those_of_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: dict[str, str], checkpointing: bool
 ) -> None:
     """There dropout is native_dropout, which keeps a byte per element. Flash attention on a processor drops nothing."""
     config = {
-        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_layer": 6, "n_head": 4,
+        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_layer": 3, "n_head": 4,
         "n_positions": 256, "vocab_size": 50, "bos_token_id": 0, "eos_token_id": 0, "resid_pdrop": 0.1,
         "embd_pdrop": 0.1, "attn_pdrop": 0.0,
     }  # fmt: skip
@@ -187,7 +192,7 @@ def test_masks_of_dropout_are_those_of_a_gpu(
     monkeypatch.setattr(functional, "dropout", lambda x, p, training, inplace: torch.native_dropout(x, p, training)[0])
     captured = capture(f"hf:{path}", batch=2, sequence=256, checkpointing=checkpointing, **precision)
     entry = ModelEntry(
-        name="small", family="gpt", layers=6, hidden=64, heads=4, kv_heads=4, ffn=256, vocab=50, max_seq=256,
+        name="small", family="gpt", layers=3, hidden=64, heads=4, kv_heads=4, ffn=256, vocab=50, max_seq=256,
         tied=True, params=captured.params, source="test",
     )  # fmt: skip
     axes = {"checkpointing": checkpointing, "dropout": 0.1, **precision}
