@@ -158,6 +158,7 @@ def small_beside_large() -> Machine:
     return replace(m, name="small beside large", ranks=tuple(replace(r, gpu=g) for r, g in zip(m.ranks, gpus)))
 
 
+@pytest.mark.whole
 def test_the_bound_of_a_preset_is_over_all_shares() -> None:
     """The gap of `tide` counts what equal shares cost."""
     w = ps.preset("gpt2", batch=6, seq=128)

@@ -341,6 +341,7 @@ def test_the_best_alone_leaves_out_policies_that_a_plan_of_optimal_found_slower(
     assert min(slower) > (whole.best().row.iteration_s or 0.0) * (1 + AS_FAST)
 
 
+@pytest.mark.whole
 def test_what_optimal_remembers_of_a_policy_that_it_leaves_out_is_surely_below_its_plans() -> None:
     """The closed form with copies around others' updates, which leaves it out, is an estimate."""
     w, m, settings = ps.preset("gpt2", batch=1, seq=128), ps.machine("v100-16", gpu_memory="1.6GB"), ps.Settings()

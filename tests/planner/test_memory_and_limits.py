@@ -566,7 +566,7 @@ def test_whether_there_is_room_is_told_without_looking_for_the_fewest_pins(host:
     assert fewest is None or (some is not None and fewest <= some)
 
 
-@pytest.mark.parametrize("policy", ["all_on_gpu", "zero_offload", "tide"])
+@pytest.mark.parametrize("policy", ["all_on_gpu", pytest.param("zero_offload", marks=pytest.mark.whole), "tide"])
 def test_the_deepest_model_has_room_and_the_next_has_none(policy: str) -> None:
     m = ps.machine("virtual", gpu_memory="3GB", host_memory="8GB")
     most = max_model(m, batch=1, seq=64, like="1B", hidden=512, policies=[policy], catalog=False)[policy].value
@@ -861,7 +861,7 @@ def test_where_experts_are_the_most_the_base_that_stores_their_stacks_is_advised
     [
         # 8.03 B parameters x 14 bytes = 112 GB in AdamW, x 8.03 = 64.5 GB with moments in 8 bits
         ({}, "100GB", "--optimizer adamw-8bit"),
-        ({"optimizer": "lion"}, "72GB", "--optimizer lion-8bit"),
+        pytest.param({"optimizer": "lion"}, "72GB", "--optimizer lion-8bit", marks=pytest.mark.whole),
         # masters of 4 bytes and factors, 6 bytes in all, are more than 2 x 4 without masters
         ({"optimizer": "adamw-8bit", "loading": "in-place"}, "52GB", "--masters none"),
         ({"optimizer": "adamw-8bit"}, "70GB", "--loading in-place"),
@@ -1009,6 +1009,7 @@ def test_the_answer_says_how_much_gpus_and_hosts_hold_in_all() -> None:
     assert said in repr(one).splitlines()
 
 
+@pytest.mark.whole
 def test_what_the_tide_gains_is_said_of_a_plan_that_does_not_follow_it() -> None:
     """32 GB of host memory have no room for lists on their way from and to disks, for either capacity rule. Without
     disks, 388 GB are too little for the constant one, which pins fewer chunks."""

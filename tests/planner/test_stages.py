@@ -314,7 +314,16 @@ def test_stages_are_planned_again_with_the_seconds_that_they_waited() -> None:
     assert [p.steps for p in fixed[0].plans.plans] == [p.steps for p in fixed[1].plans.plans]
 
 
-@pytest.mark.parametrize("policy", ["zero3_resident", "zero3_offload", "zero_offload", "patrickstar", "optimal"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "zero3_resident",
+        "zero3_offload",
+        "zero_offload",
+        "patrickstar",
+        pytest.param("optimal", marks=pytest.mark.whole),
+    ],
+)
 def test_policies_of_loops_plan_stages_and_ranks_that_split_layers(node: Machine, policy: str) -> None:
     """One stage runs its micro-batches one after the other, as a loop does; in a pipeline their gradients still arrive
     one after the other."""
@@ -701,7 +710,9 @@ def test_jobs_that_cannot_be_cut_say_why(node: Machine) -> None:
         assert message in str(error.value)
 
 
-@pytest.mark.parametrize(("model", "tokens"), [("bert-base", 64), ("vit-b-16", 197)])
+@pytest.mark.parametrize(
+    ("model", "tokens"), [pytest.param("bert-base", 64, marks=pytest.mark.whole), ("vit-b-16", 197)]
+)
 def test_encoders_are_spread_as_decoders_are(node: Machine, model: str, tokens: int) -> None:
     """But for an image, whose tokens do not split."""
     job = Job(model=model, batch=8, seq=tokens, micro_batches=2)
@@ -834,7 +845,7 @@ class TestSharesOfLayers:
         ("machine", "text", "policy"),
         [
             ("a100-40x2+v100-32x2", "tp=2,cp=2", "tide"),
-            ("rtx5090x2+rtx3090x2", "tp=4", "all_on_gpu"),
+            pytest.param("rtx5090x2+rtx3090x2", "tp=4", "all_on_gpu", marks=pytest.mark.whole),
             pytest.param("a100-40x2+v100-32x2", "tp=2,cp=2", "all_on_gpu", marks=pytest.mark.whole),
             pytest.param("rtx5090x2+rtx3090x2", "tp=4", "tide", marks=pytest.mark.whole),
         ],
@@ -871,7 +882,7 @@ class TestSharesOfLayers:
         ("policy", "host", "batch", "seq", "parts"),
         [
             ("zero_offload", "160GB", 4, 1024, (6, 2)),
-            ("static_partition", "76GB", 4, 1024, (5, 3)),
+            pytest.param("static_partition", "76GB", 4, 1024, (5, 3), marks=pytest.mark.whole),
             ("tide", "200GB", 4, 1024, (5, 3)),
         ],
     )
@@ -1111,7 +1122,11 @@ class TestRecomputation:
         assert said_of_jobs == [(False, None), (None, "attention"), (None, "every-2"), (True, None)]
 
     @pytest.mark.parametrize(
-        ("memory", "how", "flag"), [("40GB", "none", "--no-checkpointing"), ("3GB", "every-2", "--recompute every-2")]
+        ("memory", "how", "flag"),
+        [
+            pytest.param("40GB", "none", "--no-checkpointing", marks=pytest.mark.whole),
+            ("3GB", "every-2", "--recompute every-2"),
+        ],
     )
     def test_less_is_recomputed_where_there_is_room(
         self, memory: str, how: str, flag: str, capsys: pytest.CaptureFixture[str]
@@ -1219,7 +1234,7 @@ class TestOtherQuestions:
 
     def test_machines_that_cannot_be_the_cheapest_are_not_planned(self) -> None:
         """One is dearer by its bound, one by all its ways that might be cheaper; alone they cost no less than said."""
-        usual, job = load_machine("a100-40x8", gpus=4), replace(JOB, batch=8, micro_batches=1)
+        usual, job = load_machine("a100-40x8", gpus=2), replace(JOB, batch=8, micro_batches=1)
         ways, _ = ways_of(job, usual, "auto")
         fastest_s = compare_stages(job, usual, STAGED, ways).rows[0].iteration_s
         bound_s = least_s(job, usual, STAGED, ways, Settings())
@@ -1339,12 +1354,12 @@ class TestOtherQuestions:
 
 def test_a_way_that_cannot_be_the_fastest_is_not_planned() -> None:
     """Its bound is above the fastest plan: planned all the same, it is slower."""
-    job, machine = replace(JOB, model="gpt2", batch=4), load_machine("rtx4090x8", gpus=4)
+    job, machine = replace(JOB, model="gpt2", batch=4), load_machine("rtx4090x8", gpus=2)
     ways, _ = ways_to_spread(job, machine)
     few, every = (compare_stages(job, machine, ["all_on_gpu"], ways, every=every) for every in (False, True))
     assert few.best is not None and every.best is not None and few.slower and not every.slower
     assert few.best.iteration_s == every.best.iteration_s
-    shared = [way for way in ways if way.parallelism.data_on(4) > 1]  # these also with slices of states
+    shared = [way for way in ways if way.parallelism.data_on(2) > 1]  # these also with slices of states
     assert len(every.rows) == len(ways) + len(shared) and len(few.rows) < len(every.rows)
     assert {row.parallel for row in few.rows} >= {f"{way.parallelism},shard=states" for way in shared[:1]}
 

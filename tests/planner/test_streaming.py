@@ -94,10 +94,7 @@ SIMULATED = [
 
 @pytest.mark.parametrize(
     ("model", "base", "name"),
-    [
-        pytest.param(*row, marks=[pytest.mark.whole] if 0 < n < len(SIMULATED) - 1 else [])
-        for n, row in enumerate(SIMULATED)
-    ],
+    [pytest.param(*row, marks=[pytest.mark.whole] if n else []) for n, row in enumerate(SIMULATED)],
 )
 def test_the_simulated_link_binds_below_and_compute_above(model: str, base: str, name: str) -> None:
     """With room for one layer more than the least, a few are kept, so the simulated border lies up to 15 % lower."""

@@ -67,7 +67,7 @@ def test_what_computing_and_stashes_take_is_known_without_the_workload(ways: Seq
     assert waiting > 5  # of some ways computing waits for stashes
 
 
-@pytest.mark.parametrize("settings", [EAGER, BARRIER])
+@pytest.mark.parametrize("settings", [EAGER, pytest.param(BARRIER, marks=pytest.mark.whole)])
 def test_no_stand_in_promises_less_than_its_way_can_do(
     ways: Sequence[Way], machine: Machine, settings: Settings
 ) -> None:

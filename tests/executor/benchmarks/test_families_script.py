@@ -31,12 +31,13 @@ def user_file(tmp_path: Path) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize("model", ["1B", pytest.param("4B", marks=pytest.mark.whole)])
-def test_twice_the_gpus_of_every_family_give_about_twice_the_tokens(script: Any, model: str) -> None:
+def test_twice_the_gpus_of_every_family_give_about_twice_the_tokens(script: Any, model: str, whole: bool) -> None:
+    """Of half of the pairs without --whole."""
     catalog = load_catalog()
     families = script.Families(catalog)
-    asked = [pair for pair in script.asked(catalog) if pair[0] == script.HARDWARE]
+    asked = [pair for pair in script.asked(catalog) if pair[0] == script.HARDWARE][:: 1 if whole else 2]
     found = [pair for pair in (families.pair(*a, model) for a in asked) if pair is not None]
-    assert len(found) >= 20
+    assert len(found) >= (20 if whole else 10)
     assert [pair for pair in found if not 1.6 <= pair.factor <= 2.02] == []
 
 

@@ -28,7 +28,7 @@ try:
 finally:
     sys.path.remove(str(BENCHMARKS))
 
-STRIKES = 16  # of each case, half of them without --whole: a fraction of a second each
+STRIKES = 16  # of each case, a quarter of them without --whole: a fraction of a second each
 BENCHES: dict[Any, Any] = {}
 
 
@@ -49,7 +49,7 @@ def test_an_interruption_at_any_line(number: int, whole: bool) -> None:
     """Each case strikes other lines: the spread begins at another one. Before anything runs, the loop can go on."""
     bench = bench_of(_interrupts.CASES[number])
     points = _interrupts.three_of(bench.hits())
-    strikes = STRIKES if whole else STRIKES // 2
+    strikes = STRIKES if whole else STRIKES // 4
     stride = len(points) / strikes
     share = number / len(_interrupts.CASES)
     earliest = next(point for point in points if point.thread == "user")

@@ -37,17 +37,17 @@ def test_mutated_files_are_refused_in_one_line_or_right(
     from executor.measuring import rates
 
     monkeypatch.setattr(rates, "measure_virtual_machine", rates.measure_virtual_machine)
-    report = _mutations.run_mutations(_mutations.Bench(tmp_path), 80 if whole else 30, first_seed=40)
+    report = _mutations.run_mutations(_mutations.Bench(tmp_path), 80 if whole else 20, first_seed=40)
     assert not report.misses, "\n".join(map(str, report.misses))
     outcomes = {outcome for (_, outcome), count in report.outcomes.items() if count}
     assert {"refused", "named", "right"} <= outcomes
 
 
 @pytest.mark.slow
-def test_interleavings_with_delays_in_every_queue_are_bit_identical() -> None:
-    report = _interleavings.run_interleavings(12)
+def test_interleavings_with_delays_in_every_queue_are_bit_identical(whole: bool) -> None:
+    report = _interleavings.run_interleavings(count := 12 if whole else 6)
     assert not report.misses, report.misses
-    assert set(report.runs.values()) == {12}
+    assert set(report.runs.values()) == {count}
 
 
 def test_a_slope_of_known_growth() -> None:
