@@ -56,7 +56,7 @@ def test_no_bound_is_above_the_exact_optimum_of_two_unequal_gpus(whole: bool) ->
     ("gpus", "batch"),
     [
         ("v100-32+h100-80", 8),
-        ("a100-40x2+p100-16", 9),
+        pytest.param("a100-40x2+p100-16", 9, marks=pytest.mark.whole),
         pytest.param("v100-32x2+rtx3090-64gbx2", 8, marks=pytest.mark.whole),
     ],
 )

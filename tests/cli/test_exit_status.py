@@ -29,8 +29,11 @@ TIGHT = [*JOB, "--machine", "v100-32", "--gpu-memory", "1.2GB"]
         ["plot", "tide", *TIGHT, "-o", "tide.png"],
         ["ablate", *TIGHT, "--policy", "tide"],
         ["max-batch", "--model", "1B", "--seq", "128", *TIGHT[6:], "--policy", "all_on_gpu"],
-        ["max-model", "--like", "1B", "--batch", "1", "--seq", "128", *TIGHT[6:8], "--gpu-memory", "1.001GB",
-         "--policy", "all_on_gpu"],
+        pytest.param(
+            ["max-model", "--like", "1B", "--batch", "1", "--seq", "128", *TIGHT[6:8], "--gpu-memory", "1.001GB",
+             "--policy", "all_on_gpu"],
+            marks=pytest.mark.whole,
+        ),
         ["sensitivity", *TIGHT, "--policy", "all_on_gpu"],
         ["cheapest", *JOB, "--tokens", "1e9", "--deadline", "1s", "--machine", "a100-80", "--policy", "all_on_gpu"],
     ],

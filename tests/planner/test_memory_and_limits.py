@@ -902,6 +902,7 @@ def test_fits_says_what_takes_memory_and_marks_one_policy() -> None:
     assert all(part.gpu_bytes is None for part in fits(w, "rtx4090", policies=["tide"], times=False).parts)
 
 
+@pytest.mark.whole
 def test_what_costs_nothing_is_advised_before_memory_and_memory_before_a_card() -> None:
     """16,384 tokens of Qwen3 8B on a 3090: activations of eager kernels, not states, are too much. Each advice fits,
     and with less of it the job does not."""

@@ -87,7 +87,7 @@ def test_what_a_run_on_disks_leaves_of_a_host_is_one_object_whatever_is_asked_in
     assert first == other and first.host_budget_bytes == machine.host_budget_bytes - workspace_bytes(workload)
 
 
-@pytest.mark.parametrize("name", ["rtx4090", "a100-80x8"])
+@pytest.mark.parametrize("name", [pytest.param("rtx4090", marks=pytest.mark.whole), "a100-80x8"])
 def test_a_comparison_times_each_plan_once_and_shows_the_policies_in_the_order_asked_for(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

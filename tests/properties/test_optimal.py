@@ -205,6 +205,7 @@ def test_a_chunk_size_that_is_continued_in_vain_promises_less() -> None:
 FROZEN = Path(__file__).parents[2] / "benchmarks" / "machines"
 
 
+@pytest.mark.whole
 def test_more_effort_goes_on_and_the_plan_says_why_it_stopped() -> None:
     """Near its bound a search stops by itself, however much effort it has."""
     where = machine(FROZEN / "rtx4090.toml", gpu_memory="12GB")

@@ -558,7 +558,7 @@ def test_cpu_seconds_tell_what_others_took() -> None:
 def test_a_short_calibration_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "collective_rates", lambda: "collectives: left out here")
     parts: list[str] = []
-    effort = Effort(point_s=0.002, rounds=1, least=1, most=2, window_s=0.02, memory_bytes=64 << 20)
+    effort = Effort(point_s=0.002, rounds=1, least=1, most=2, window_s=0.02, memory_bytes=8 << 20)
     device = VirtualDevice()
     found = calibration.measure(
         device, effort, cores=2, folder=tmp_path, on_part=lambda name, number, of: parts.append(name)
