@@ -37,6 +37,7 @@ from pstar_sim.planner.streaming import Hiding, hiding
 from pstar_sim.planner.trust import trust
 from pstar_sim.policy.kit.sharing import plan_once, plans_shared, remember_s
 from pstar_sim.policy.kit.ties import AS_FAST
+from pstar_sim.policy.optimal import leaves_out
 from pstar_sim.policy.registry import built_in, can, can_follow, find_policy
 from pstar_sim.sim.play import play
 from pstar_sim.workload.loading import EACH_FP32, Loading, loading_of
@@ -408,8 +409,10 @@ class Asked:
         """On this machine; others with an answer are not asked."""
         # on equal GPUs one that chooses shares plans as another
         others = [one for one in OTHERS if one not in self.least and (self.machine.mixed or can(one).balance is None)]
-        known = [size for size in self.least.values() if size is not None] if can(policy).tries_others else []
-        known_bytes = min(known, default=None)
+        known_bytes: int | None = None
+        if can(policy).tries_others:
+            tried = (one for one in self.least if not leaves_out(one, self.workload, self.machine, self.settings))
+            known_bytes = min((size for one in tried if (size := self.least[one]) is not None), default=None)
         return self.least_gpu_bytes(policy, self.machine, others=others, known_bytes=known_bytes, plan=plan)
 
 

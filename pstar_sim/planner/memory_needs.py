@@ -55,6 +55,7 @@ from pstar_sim.policy.kit.iteration_order import in_order
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.schedule import Modes
 from pstar_sim.policy.kit.sharing import plan_once
+from pstar_sim.policy.optimal import leaves_out
 from pstar_sim.policy.passes.feasibility import check_gpu, check_host
 from pstar_sim.policy.registry import Policy, built_in, can, find_policy, policy_name
 from pstar_sim.sim.play import play
@@ -416,7 +417,7 @@ def memory_need(
     asked_of = others if able.tries_others and refusal is not None else None
 
     def need_of_others() -> Need | None:
-        rest = [other for other in asked_of or () if other != policy]
+        rest = [one for one in asked_of or () if one != policy and not leaves_out(one, workload, machine, settings)]
         return _need_of_any(rest, workload, machine, settings, loading, fewest)
 
     if not fewest and (need := need_of_others()):

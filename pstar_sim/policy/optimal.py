@@ -156,7 +156,7 @@ def _others(
     best_s = min((f.seconds for f in own), default=math.inf)
     for name, policy in _rivals(sliced=machine.data_parallel_size > 1).items():
         able = capabilities_of(policy)
-        if able.reorders and workload.order.of_loop and len(orders) == 1:
+        if _in_another_order(able, workload, orders):
             continue
         reordered = able.reorders or not workload.order.of_loop
         alike = [f for f in own if reordered is not f.plan.workload.order.of_loop]
@@ -172,6 +172,16 @@ def _others(
         seconds = period_s(plan) if seconds is None else seconds
         remember_least_s(policy, workload, machine, settings, seconds)
         yield SearchResult(seconds, name, plan)
+
+
+def leaves_out(policy: str, workload: Workload, machine: Machine, settings: Settings) -> bool:
+    """Whether its order is not searched."""
+    rival = {**BEFORE_OPTIMAL, **AFTER_OPTIMAL}.get(policy, optimal)
+    return _in_another_order(capabilities_of(rival), workload, _orders(workload, machine, settings))
+
+
+def _in_another_order(able: Capabilities, workload: Workload, orders: Sequence[str]) -> bool:
+    return able.reorders and workload.order.of_loop and len(orders) == 1
 
 
 def _closed_s(able: Capabilities, own: SearchResult, machine: Machine, *, surely: bool = False) -> float:

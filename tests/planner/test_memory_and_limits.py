@@ -190,6 +190,16 @@ def test_least_memories_of_an_answer_are_those_of_each_policy_alone_and_few_are_
     assert ("zero_infinity", least["zero_infinity"]) not in asked and ("karma", least["karma"]) in asked
 
 
+def test_the_least_memory_of_optimal_is_not_that_of_a_policy_that_it_does_not_try() -> None:
+    """l2l needs less and is layer-major, which optimal does not search for one micro-batch."""
+    m, eager = ps.machine("rtx4090", gpu_memory="3GB"), ps.Settings(update="eager", clip=False)
+    answer = fits(preset("gpt2", batch=2, seq=128), m, settings=eager, near=False, policies=["l2l", "optimal"])
+    needed = {row.policy: row.gpu_needed_bytes or 0 for row in answer.rows}
+    assert needed["l2l"] < needed["optimal"]
+    least_bytes = least_gpu_bytes(partial(shortage, "optimal", answer.workload, settings=eager), m)
+    assert needed["optimal"] == least_bytes
+
+
 def test_where_the_host_is_short_chunks_are_pinned() -> None:
     w = preset("gpt2", batch=1, seq=64)
     roomy = memory_need("tide", w, ps.machine("virtual", gpu_memory="1.5GB"), ps.Settings(), loading=IN_PLACE)

@@ -128,7 +128,7 @@ def _fits(recomputed: Workload, kept: Workload, share: float, begin: int, room_b
 
 def _beyond(recomputed: Workload, kept: Workload, share: float, begin: int, end: int) -> Workload | None:
     """Blocks from `begin` up to `end` keep no activations: `share`, evenly spread, swap, others recompute. The first
-    never swaps, because a model holds its input; nor the last two, needed again at once. None if a swap has no time."""
+    never swaps, nor the last two, needed again at once. None if a swap has no time."""
     blocks = block_names(kept)
     could = range(1, min(end, len(blocks) - 2))
     swapped = [blocks[n] for n in could if int(n * share) > int((n - 1) * share)]
