@@ -131,7 +131,6 @@ def test_a_line_is_what_compare_says(found: Ablation) -> None:
         )  # fmt: skip
 
 
-@pytest.mark.whole
 def test_optimal_is_the_last_line_and_all_have_its_chunk_size(machine: Machine) -> None:
     """The policy asked about is planned first, with the chunk size it likes best."""
     w = chain_workload(6, MIB, tensors_per_layer=4, forward_s=1.0, tide_bytes=MIB)
