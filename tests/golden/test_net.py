@@ -20,19 +20,9 @@ spec.loader.exec_module(net)
 
 JOBS = net.jobs()
 KEPT = net.load()
-SELDOM = {
-    name
-    for begin in ("drawn ", "optimal")
-    for n, name in enumerate(name for name in JOBS if name.startswith(begin))
-    if (n ^ n >> 1) % 2 == 0
-}
-"""Half of the drawn jobs and of those of `optimal`, which take longest; the rest have both settings and both counts of
-micro-batches."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.whole] * (name in SELDOM), id=name) for name in JOBS]
-)
+@pytest.mark.parametrize("name", JOBS)
 def test_plan_and_timeline_are_those_that_were_kept(name: str) -> None:
     found = net.differences(KEPT[name], net.record(JOBS[name]()))
     assert not found, "if this is meant: python tests/golden/update.py, and say why, plan by plan"
