@@ -184,12 +184,13 @@ def reader_left(parameter: nn.Parameter) -> Any | None:
 
 
 def adopt(parameter: nn.Parameter, reader: ParameterAccess, tensor: int) -> None:
-    """Make a model's own parameter object a parked one."""
+    """Make a parameter object a parked one."""
     parameter.plan_reader = weakref.ref(reader)  # type: ignore[attr-defined]
     parameter.plan_tensor = tensor  # type: ignore[attr-defined]
     parameter.plan_mark = weakref.ref(parameter)  # type: ignore[attr-defined]  # torch.utils.swap_tensors then refuses
     parameter.plan_version = version_of(parameter)  # type: ignore[attr-defined]
-    parameter.plan_class = type(parameter)  # type: ignore[attr-defined]
+    if not isinstance(parameter, ChunkParameter):
+        parameter.plan_class = type(parameter)  # type: ignore[attr-defined]
     parameter.__class__ = ParkedParameter
 
 

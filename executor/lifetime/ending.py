@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from executor.contract import ChunkParameter
 from executor.driving.loop import Loop
 from executor.lifetime.resources import Resources
 from executor.session.refusals import Refusal, refused
@@ -65,7 +66,11 @@ class Ending:
             except Exception as error:  # raised below, after the session has ended
                 queues.fail(error)
                 unreported = error
-        if restore and queues.failure is not None:
+        if (
+            restore
+            and queues.failure is not None
+            and any(isinstance(p, ChunkParameter) for p in self.reader.parameters)
+        ):
             log.warning("the parameters are left without values: the run ended with %s", queues.failure)
         self.tell_ranks(sys.exc_info()[1])
         state.closed = True

@@ -43,7 +43,8 @@ def load_parameters(
             parameter = parameters[slot.tensor]
             if slot.tensor not in others:
                 _put_everywhere(contents, chunk.index, slot.tensor, pack(parameter))
-            point_at(parameter, views)
+            with torch._C.DisableTorchFunctionSubclass():  # the parameter may be parked
+                point_at(parameter, views)
             adopt(parameter, reader, slot.tensor)
     if fill is not None:
         fill(arena, contents)

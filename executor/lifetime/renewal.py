@@ -1,7 +1,7 @@
 """Renewal: a session continues under another plan of the same model.
 
 Values leave the former plan's chunks before its memory is given back, and that before the new plan's is taken. Between
-them they are on disks, where the run has some: the host has room for either plan alone.
+them they are on disks, if any: the host has room for either plan alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from executor.session.state import PlanBytes
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
 from pstar_sim.core.workspace import PIECE_BYTES
-from pstar_sim.errors import DiskError, DoesNotFit, PlanError, PstarError
+from pstar_sim.errors import DiskError, DoesNotFit, Interrupted, PlanError, PstarError
 from pstar_sim.workload.optimizers import MASTER_LIST
 
 _Key = tuple[int, str, int]  # tensor, field ("param": its value), first element
@@ -35,7 +35,7 @@ def renew(
     """Between two iterations, on one rank: values and states move into another plan's chunks.
 
     Raises PlanError if it lacks states of a parameter trained now, DoesNotFit or DiskError without room (the former
-    plan stays), Interrupted if values are lost.
+    plan stays), Interrupted.
     """
     state, run = reader.state, reader.state.run
     backend, queues, arena_before = run.backend, run.queues, run.arena
@@ -59,8 +59,6 @@ def renew(
         try:
             queues.stop()
             reader.set_open(False)
-            for t in run.timetable.chunk_of:
-                reader.parameters[t].__class__ = reader.parameters[t].plan_class  # type: ignore[attr-defined]
             arena_before.empty()
             backend.give_host_back()
             refusal: PstarError | None = None
@@ -72,10 +70,13 @@ def renew(
             install(plan, arena, queues.renew())
             del run, arena_before
             load_parameters(reader, state.run.timetable.chunk_of, between.put)
-        except PstarError as error:
-            raise reader.standstill.interrupt(
-                f"values moved between two plans, and some are lost: {error}; continue from the last checkpoint"
-            ) from error
+        except BaseException as error:
+            ended = between.end(reader, error)
+            if state.run.arena is not arena:
+                arena.empty()
+            if isinstance(error, PstarError):
+                raise ended from error
+            raise
         finally:
             between.close()
         state.run.contents.steps_taken.update(steps_taken)
@@ -155,12 +156,27 @@ class _Between:
             targets = [(p, name) for name in lists for p in PLACES if arena.has(p, chunk, list_of(name))]
             for first, count, dtype in _pieces(contents, tensor, field):
                 if self._store is None:
-                    piece = self._memory.pop((tensor, field, first))
+                    piece = self._memory[tensor, field, first]
                 else:
                     piece = self._buffer[: count * dtype.itemsize].view(dtype)
                     self._store.read((tensor, field, first), piece)
                 for place, name in targets:
                     contents.slots.put(place, tensor, name, piece, first)
+
+    def end(self, reader: Reader, error: BaseException) -> Interrupted:
+        """Parameters keep values in memory, and without are parked."""
+        lost = "optimizer states" if self._store is None else "some"
+        ended = reader.standstill.interrupt(
+            f"values moved between two plans, and {lost} are lost: {str(error) or type(error).__name__}; continue from "
+            "the last checkpoint"
+        )
+        if self._store is None:
+            values: dict[int, list[torch.Tensor]] = {}
+            for (tensor, field, _), piece in self._memory.items():
+                if field == "param":
+                    values.setdefault(tensor, []).append(piece)
+            reader.make_plain(lambda t: torch.cat(values[t]) if t in values else None)
+        return ended
 
     def close(self) -> None:
         self._memory.clear()

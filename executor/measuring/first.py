@@ -36,7 +36,7 @@ from executor.off_plan.plan_run import WholeState
 from executor.off_plan.rungs import with_gpu_budget
 from executor.session.weakly import weakly
 from pstar_sim.core.plan import Plan
-from pstar_sim.errors import DoesNotFit, PlanError, UnknownName
+from pstar_sim.errors import DiskError, DoesNotFit, PlanError, UnknownName
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.registry import find_policy, plan_to_run, policy_at
 from pstar_sim.units import format_bytes
@@ -331,6 +331,10 @@ class FirstIteration(Standing):  # type: ignore[no-untyped-call]
             check_gpu_memory(plan, backend, plan.gpu_budget_bytes)
             with unseen():
                 self._renew(plan)
+        except DiskError as error:
+            self._say(f"the former plan stays: {error}")
+            self.end()
+            return
         except DoesNotFit as error:
             report = self.report
             self._say(f"no plan for this tide fits: {error}")

@@ -27,7 +27,7 @@ from executor.queues.interface import without_locals
 from executor.session.reader import Reader
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
-from pstar_sim.errors import DoesNotFit, OutOfMemory
+from pstar_sim.errors import DiskError, DoesNotFit, OutOfMemory
 from pstar_sim.policy.registry import plan_to_run
 from pstar_sim.python310 import add_note
 from pstar_sim.units import format_bytes
@@ -246,7 +246,7 @@ class Ladder(Sequence[Rung]):
             self.level, self._known = -1, None
         workload, budget = self._workload(), self._available()
         first = max(self.level, 0) if (budget, tide_of(workload)) != self._known else self.level + 1
-        tried: dict[str, DoesNotFit] = {}
+        tried: dict[str, DoesNotFit | DiskError] = {}
         for level in range(first, len(RUNGS)):
             spec = spec_of_rung(plan.policy, level)
             if spec in tried:
@@ -256,20 +256,21 @@ class Ladder(Sequence[Rung]):
                 return
             log.warning("rung %r (%s): %s", RUNGS[level], spec, error)
             tried[spec] = error
-        if self.shortage.in_fragments:
-            self._keep_plan()
-            return
-        self.clock.reset()  # the forward that was about to begin does not run
         last = list(tried.values())[-1] if tried else None
+        if self.shortage.in_fragments:
+            last = self._keep_plan()
+            if last is None:
+                return
+        self.clock.reset()  # the forward that was about to begin does not run
         raise self._no_rung_fits(list(tried), last, budget) from last
 
-    def _try_rung(self, level: int, spec: str, workload: Workload, budget: int) -> DoesNotFit | None:
+    def _try_rung(self, level: int, spec: str, workload: Workload, budget: int) -> DoesNotFit | DiskError | None:
         state, run, shortage = self.state, self.state.run, self.shortage
         try:
             plan = plan_to_run(spec, workload, with_gpu_budget(run.plan.machine, budget), run.plan.settings)
             check_gpu_memory(plan, run.backend, plan.gpu_budget_bytes)
             self._renew(plan)
-        except DoesNotFit as error:
+        except (DoesNotFit, DiskError) as error:
             without_locals(error)
             return error
         self.level, self._known, self._made, shortage.pending = level, (budget, tide_of(workload)), plan, False
@@ -283,24 +284,31 @@ class Ladder(Sequence[Rung]):
         state.note(done)
         return None
 
-    def _keep_plan(self) -> None:
+    def _keep_plan(self) -> DoesNotFit | DiskError | None:
         """The bytes are there: a refused operator is given what is idle."""
-        self._renew(self.state.run.plan)
+        try:
+            self._renew(self.state.run.plan)
+        except (DoesNotFit, DiskError) as error:
+            without_locals(error)
+            return error
         self.shortage.pending = False
         log.warning(
             "iteration %d: the plan stays: no smaller plan fits; its bytes are there, in fragments",
             self.state.iteration,
         )
+        return None
 
-    def _no_rung_fits(self, tried: Sequence[str], last: DoesNotFit | None, budget: int) -> DoesNotFit:
+    def _no_rung_fits(self, tried: Sequence[str], last: DoesNotFit | DiskError | None, budget: int) -> DoesNotFit:
         refused = self.shortage.error
         assert refused is not None
+        fit = last if isinstance(last, DoesNotFit) else None
+        why = fit.what if fit else f"{last}; the former plan stays" if last else ""
         return DoesNotFit(
             policy=f"no rung of the ladder ({', '.join(tried) or self.state.run.plan.policy})",
-            place=last.place if last else "gpu",
-            needed_bytes=last.needed_bytes if last else budget + refused.asked_bytes,
-            available_bytes=last.available_bytes if last else budget,
-            what=(f"{last.what}; " if last else "")
+            place=fit.place if fit else "gpu",
+            needed_bytes=fit.needed_bytes if fit else budget + refused.asked_bytes,
+            available_bytes=fit.available_bytes if fit else budget,
+            what=(f"{why}; " if why else "")
             + f"after {refused}; all parameters are those after step {self.state.iteration - 1}",
         )
 

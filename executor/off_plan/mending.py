@@ -66,17 +66,13 @@ class Mending:
         return True
 
     def _refuse_to_mend(self) -> None:
-        state, interrupt = self.state, self.standstill.interrupt
+        state = self.state
         if state.ranks is not None:
-            raise interrupt(
+            raise self.standstill.interrupt(
                 f"rank {state.ranks.rank} was interrupted in iteration {state.iteration} and the other ranks have "
                 "continued; continue from the last checkpoint (--save-every, --resume)"
             )
-        if state.renewing:
-            raise interrupt(
-                f"iteration {state.iteration} was interrupted while values moved into the chunks of a new plan; "
-                "continue from the last checkpoint"
-            )
+        self.standstill.require_running()
 
     def _refuse_half_an_update(self) -> None:
         run, state = self.run, self.state

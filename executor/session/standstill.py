@@ -25,6 +25,11 @@ class Standstill:
             raise refused(Refusal.CLOSED, self)
         if self.state.run.queues.failure is not None:
             raise self.state.run.queues.failure
+        if self.state.renewing:
+            raise self.interrupt(
+                f"iteration {self.state.iteration} was interrupted while values moved into the chunks of a new plan; "
+                "continue from the last checkpoint"
+            )
 
     def rest(self) -> None:
         """Updates of finished iterations are in the parameters, and nothing moves."""
@@ -45,6 +50,7 @@ class Standstill:
             self._meet_interruption()
         # The queues may stand still already.
         held = state.held or self.inside or state.cursor.off_plan or state.cursor.visiting
+        held = held and not state.renewing
         with state.at_work:
             if not held:
                 self.drain()

@@ -20,20 +20,22 @@ import executor
 from executor.devices.backend import VirtualBackend
 from executor.disks.folders import DiskFolders
 from executor.disks.store import DiskStore
+from executor.lifetime import renewal
+from executor.memory.arena import Arena
 from executor.memory.payloads import DiskPayloads, HostSlabs
 from executor.off_plan.inline import Inline
 from pstar_sim.core.plan import Settings
 from pstar_sim.core.slabs import PAGE_BYTES, pool_key, pool_peak_bytes, pooled_payloads
 from pstar_sim.core.step import Kind, Place, Queue
 from pstar_sim.core.workspace import WORKSPACE, with_host_budget, workspace_bytes
-from pstar_sim.errors import DiskError, DoesNotFit, Interrupted, PlanError
+from pstar_sim.errors import DiskError, DoesNotFit, Interrupted, OutOfMemory, PlanError
 from pstar_sim.policy.registry import plan_to_run
 
 STEPS = 3
 
 
 def full(*_: Any) -> int:
-    """In place of os.pwritev: no room."""
+    """In place of os.pwritev or os.posix_fallocate: no room."""
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -390,10 +392,10 @@ def test_a_new_plan_without_room_leaves_the_session_as_it_was(
         assert mine == theirs
 
     trained()
-    full, none = OSError(errno.ENOSPC, "No space left on device"), RuntimeError("no memory")
+    no_space, none = OSError(errno.ENOSPC, "No space left on device"), RuntimeError("no memory")
     for count, owner, name, error, refusal in (
-        (0, os, "posix_fallocate", full, DiskError),
-        (1, os, "posix_fallocate", full, DiskError),
+        (0, os, "posix_fallocate", no_space, DiskError),
+        (1, os, "posix_fallocate", no_space, DiskError),
         (0, session.backend, "host_slab", none, DoesNotFit),
     ):
         refuse_after(count, owner, name, error)
@@ -402,6 +404,15 @@ def test_a_new_plan_without_room_leaves_the_session_as_it_was(
         monkeypatch.undo()
         assert session.plan is both
         trained()
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(DoesNotFit, match=r"no rung of the ladder .* has no room.*; the former plan stays; after"):
+        session.ladder.climb(
+            OutOfMemory(what="an operator", asked_bytes=1, payload_bytes=0, other_bytes=0, limit_bytes=None)
+        )
+    monkeypatch.undo()
+    assert session.plan is both and session.shortage.pending
+    trained()
+    assert session.plan is not both and not session.shortage.pending
     for plan in (states, both):
         session.renew(plan)
         assert session.plan is plan
@@ -424,6 +435,70 @@ def test_a_new_plan_without_room_leaves_the_session_as_it_was(
         kit.loss_of(run.model, next(run.batches))
     session.close(restore=False)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("outgrown", "error"), [(True, KeyboardInterrupt), (False, RuntimeError)])
+@pytest.mark.parametrize("on_disks", [True, False], ids=["disks", "memory"])
+@pytest.mark.parametrize("strike", ["empty", "allocate_slabs", "load_parameters", "put", "start"])
+def test_ctrl_c_between_two_plans_ends_the_run_and_saves_nothing_wrong(
+    kit: Any,
+    start: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    strike: str,
+    on_disks: bool,
+    outgrown: bool,
+    error: type[BaseException],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """So does any error that is none of the project's. Parameters keep values that were in memory; from disks they are
+    lost, and no read succeeds."""
+    owner: Any = {"load_parameters": renewal, "put": renewal._Between, "start": executor.Session}.get(strike, Arena)
+    kept, folder = not on_disks and strike != "start", tmp_path / "disks"
+    folder.mkdir()
+    plan = kit.plan_on_disks("mlp", "tide", micro_batches=1, clip=True, host_share=0.25 if on_disks else None)
+    assert on_disks == any(r.place is Place.NVME for r in plan.initial)
+    run = start("mlp", "tide", plan=plan, disks=[folder] if on_disks else None, clip=0.5, checkpointing=True)
+    kit.train_both(run.model, run.reference, run.optimizer, run.batches, steps=1, micro_batches=1)
+    batch, expected = next(run.batches), {k: v.clone() for k, v in run.model.state_dict().items()}
+    assert any(value.any() for value in expected.values())
+    real = getattr(owner, strike)
+
+    def interrupted(*given: Any, **named: Any) -> None:
+        if strike == "empty":
+            real(*given, **named)
+        raise error("struck")
+
+    monkeypatch.setattr(owner, strike, interrupted)
+    with pytest.raises(error, match="struck"):
+        if outgrown:
+            run.model(**{key: torch.cat([value] * 4) for key, value in batch.items()})
+        else:
+            run.session.renew(run.plan)
+    monkeypatch.undo()
+    name, parameter = next(iter(run.model.named_parameters()))
+    for act in (
+        lambda: run.optimizer.save(tmp_path / "checkpoint"),
+        run.optimizer.state_dict,
+        lambda: kit.loss_of(run.model, batch),
+        run.optimizer.step,
+        run.optimizer.zero_grad,
+        lambda: run.session.renew(run.plan),
+    ):
+        with pytest.raises(Interrupted, match="continue from the last checkpoint"):
+            act()
+    assert not (tmp_path / "checkpoint").exists()
+    for read in (lambda: run.model.state_dict()[name], parameter.clone, lambda: parameter.detach().clone()):
+        if kept:
+            assert torch.equal(read(), expected[name])
+        else:
+            with pytest.raises(Interrupted, match="continue from the last checkpoint"):
+                read()
+    run.session.close()
+    assert kept == ("left without values" not in caplog.text)
+    if kept:
+        assert all(torch.equal(value, expected[key]) for key, value in run.model.state_dict().items())
+    assert type(parameter) is torch.nn.Parameter and not list(folder.iterdir())
 
 
 def test_holes_of_the_pool_give_their_pages_back(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
