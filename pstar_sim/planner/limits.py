@@ -30,10 +30,11 @@ from pstar_sim.planner.balance import chooses, roomiest_job
 from pstar_sim.planner.batch_shares import least_batch, machine_of, of_shares, share_out, shares_of_batch
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.jobs import Job
-from pstar_sim.planner.memory_needs import shortage
+from pstar_sim.planner.memory_needs import shortage, with_room
 from pstar_sim.planner.nearest import Elsewhere, nearest
 from pstar_sim.planner.stages_degrees import recomputing_all, ways_of
 from pstar_sim.planner.stages_shortages import stages_shortage
+from pstar_sim.policy.kit.sharing import plan_once
 from pstar_sim.policy.registry import Policy, built_in, can, find_policy, policy_name
 from pstar_sim.python310 import Unpack
 from pstar_sim.workload.axes import Axes, AxesGiven
@@ -48,6 +49,8 @@ from pstar_sim.workload.workload import Workload
 MOST_BATCH = 1 << 20
 MOST_LAYERS = 1 << 13
 MOST_ON_DISKS = 1 << 10  # layers, if GPU and host hold fewer: a plan has a hundred thousand steps
+MOST_PLANNED = 1 << 7  # layers of an answer that plans confirm: those of deeper models take seconds each
+ABOVE = 2  # depths above the answer of which plans are made where disks are nearly full: one may fit above a refusal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,10 +213,17 @@ def max_model(
             shape = models.shape(least)  # a shallower model has the limits of one with a layer per stage
         return stages_shortage(job, machine, policy, ways, settings, shape=shape, loading=loading)
 
+    def confirmed(policy: str | Policy, limit: tuple[int, Refusal | None]) -> tuple[int, Refusal | None]:
+        if parallel is not None or not limit[0] or not models.takes_plans(limit[0], policy):
+            return limit
+        planned = _planner(policy, machine, settings, loading)
+        return _confirmed(limit, lambda n: planned(models.of(models.shape(n), policy)), models.most_layers(policy))
+
     found = _limits(
         asked,
         lambda policy, n: room(policy, models.shape(n)),
         models.most_layers,
+        confirmed=confirmed,
         first=entry.layers,
         near=near,
         from_others=machine.nvme is not None,
@@ -295,15 +305,26 @@ class _Models:
         """By [Note: an upper bound of any model]."""
         return min(self.within(disks=can(policy).disks), self.loaded(policy))
 
-    def most_layers(self, policy: str | Policy) -> int:
+    def layers(self, params: int) -> int:
         one, two = count_params(self.shape(1)), count_params(self.shape(2))
+        return max(0, (params - one) // (two - one) + 1)
 
-        def layers(params: int) -> int:
-            return max(0, (params - one) // (two - one) + 1)
-
+    def held_layers(self, policy: str | Policy) -> int:
         # one more than can be loaded is asked about, for the reason
-        room = layers(self.within(disks=can(policy).disks)), layers(self.loaded(policy)) + 1
-        return min(MOST_LAYERS, *room, max(MOST_ON_DISKS, layers(self.within(disks=False))))
+        held = self.layers(self.within(disks=can(policy).disks)), self.layers(self.loaded(policy)) + 1
+        return min(MOST_LAYERS, *held)
+
+    @property
+    def asked_layers(self) -> int:
+        return max(MOST_ON_DISKS, self.layers(self.within(disks=False)))
+
+    def most_layers(self, policy: str | Policy) -> int:
+        return min(self.held_layers(policy), self.asked_layers)
+
+    def takes_plans(self, layers: int, policy: str | Policy) -> bool:
+        able = can(policy)
+        on_disks = self.machine.nvme is not None and able.disks and not able.counts_host
+        return on_disks and layers <= MOST_PLANNED and 2 * layers > self.layers(self.within(disks=True))
 
 
 def _loaded_bytes(loading: Loading, working: str, base: str | None, machine: Machine) -> float:
@@ -322,8 +343,8 @@ def _depth_row(
     row = _limit(policy, layers, error)
     if layers:
         row = replace(row, params=models.shape(layers).params)
-    if layers == MOST_ON_DISKS and error is None:
-        row = replace(row, reason=f"depths of more than {MOST_ON_DISKS:,} layers are not asked about")
+    if error is None and layers == models.asked_layers < models.held_layers(policy):
+        row = replace(row, reason=f"depths of more than {layers:,} layers are not asked about")
     small = (name for name in names if model_entry(name).params <= models.most_params(policy))
     unable = not layers and isinstance(error, CannotPlan)
     best = next((name for name in small if _has_room(room, policy, model_entry(name), unable=unable)), None)
@@ -436,6 +457,43 @@ def _asker(
     return ask
 
 
+def _planner(
+    policy: str | Policy, machine: Machine, settings: Settings, loading: Loading
+) -> Callable[[Workload], Refusal | None]:
+    # as `fits` and `compare` ask
+    function = find_policy(policy) if isinstance(policy, str) else policy
+
+    def ask(workload: Workload) -> Refusal | None:
+        try:
+            with_room(partial(plan_once, function, workload), policy, workload, machine, settings, loading=loading)
+        except (DoesNotFit, CannotPlan) as error:
+            return error
+        return None
+
+    return ask
+
+
+def _confirmed(
+    found: tuple[int, Refusal | None], ask: Callable[[int], Refusal | None], most: int
+) -> tuple[int, Refusal | None]:
+    largest, error = found  # the limit near it with which `ask` agrees is the answer
+    refused, stride = 0, 1
+    while largest and (refusal := ask(largest)) is not None:
+        refused, error = largest, refusal
+        largest, stride = max(0, largest - stride), 2 * stride
+    if refused:
+        largest, between = _largest(ask, refused - 1, least=largest)
+        return largest, between or error
+    n = largest
+    while n < min(largest + ABOVE, most):
+        n += 1
+        if (refusal := ask(n)) is None:
+            largest, error = n, None
+        elif n == largest + 1:
+            error = refusal
+    return largest, error
+
+
 def _limits(
     policies: Sequence[str | Policy],
     ask: AskOne,
@@ -444,6 +502,7 @@ def _limits(
     first: int,
     near: Mapping[str, int] | None = None,
     from_others: bool = False,
+    confirmed: Callable[[str | Policy, tuple[int, Refusal | None]], tuple[int, Refusal | None]] | None = None,
     on_policy: Callable[[str, int, int], None] | None = None,
 ) -> list[tuple[int, Refusal | None]]:
     """A policy that tries others comes last: it fits wherever another does."""
@@ -459,7 +518,7 @@ def _limits(
         limit = _largest(partial(ask, policy), most, first=first, near=guess, known=known, least=least)
         if can(policy).tries_others:
             limit = _others_go_on(limit, others, lambda name: partial(ask, name), most)
-        found[policy_name(policy)] = limit
+        found[policy_name(policy)] = limit if confirmed is None else confirmed(policy, limit)
     return [found[policy_name(policy)] for policy in policies]
 
 

@@ -28,7 +28,7 @@ from pstar_sim.planner.compare import plan_and_play
 from pstar_sim.planner.explain import tide_gain
 from pstar_sim.planner.fits import SmallestChange, fits
 from pstar_sim.planner.jobs import Job, _written
-from pstar_sim.planner.limits import _largest, _loaded_bytes, _others_go_on, deeper, max_batch, max_model
+from pstar_sim.planner.limits import _confirmed, _largest, _loaded_bytes, _others_go_on, deeper, max_batch, max_model
 from pstar_sim.planner.memory_needs import least_gpu_bytes, memory_need, need_of_plan, shortage, with_room
 from pstar_sim.planner.nearest import Elsewhere
 from pstar_sim.planner.trust import untuned
@@ -389,6 +389,64 @@ def test_deeper_models_than_anybody_trains_are_not_asked_about_for_disks() -> No
     assert answer["tide"].reason == "depths of more than 1,024 layers are not asked about"
     assert repr(answer).count("depths of more than 1,024 layers") == 1
     assert "enough for at most 2.43 B parameters without disks" in " ".join(repr(answer).split())
+
+
+def test_a_depth_beyond_which_nothing_is_asked_is_never_the_largest_without_a_word() -> None:
+    """GPU and host hold 1,364 layers of gpt2's, and the disks many more."""
+    m = beside_disks("122GB", 4000 * GB, gpu="16GB")
+    answer = max_model(m, batch=1, seq=64, like="gpt2", policies=["tide"], catalog=False)["tide"]
+    assert (answer.value, answer.short_of) == (1364, None)
+    assert answer.reason == "depths of more than 1,364 layers are not asked about"
+
+
+@pytest.mark.parametrize(
+    ("policies", "layers"),
+    [
+        (["tide"], 44),
+        pytest.param(["optimal"], 45, marks=pytest.mark.whole),
+        pytest.param(["tide", "optimal"], 45, marks=pytest.mark.whole),
+    ],
+)
+def test_the_deepest_model_that_nearly_fills_the_disks_is_what_compare_plans(policies: list[str], layers: int) -> None:
+    """Whoever else is asked. Optimal's modes at any chunk size would have room for 46 layers, at that which pinning
+    rounds up least for 45; the search alone would end at 43."""
+    m, settings = beside_disks("3.60GB", 3_364_105_544), ps.Settings(update="eager", clip=False)
+    answer = max_model(m, batch=1, seq=64, like="gpt2", policies=policies, settings=settings, catalog=False)
+    name = policies[-1]
+    assert (answer[name].value, answer[name].short_of) == (layers, "host")
+    held, more = (workload_of(deeper("gpt2", n), batch=1, sequence=64, dtype="bf16") for n in (layers, layers + 1))
+    assert planned(name, held, m, settings) is None
+    assert planned(name, more, m, settings) is not None
+
+
+@pytest.mark.parametrize(
+    ("fitting", "most", "limit"),
+    [
+        ({*range(44)}, 99, (43, 44)),  # agrees
+        ({*range(44), 45}, 99, (45, 46)),  # above a refusal
+        ({*range(50)}, 46, (46, None)),  # to the most that is asked about
+        ({*range(43)}, 99, (42, 43)),
+        ({*range(31)}, 99, (30, 31)),  # strides of 1, 2, 4, 8 go down to 28
+        (set[int](), 99, (0, 1)),
+    ],
+)
+def test_a_limit_is_confirmed_by_plans(fitting: set[int], most: int, limit: tuple[int, int | None]) -> None:
+    asked = list[int]()
+
+    def refused(n: int) -> ps.DoesNotFit:
+        return ps.DoesNotFit(policy="p", place="host", needed_bytes=100 + n, available_bytes=100, what="w")
+
+    def ask(n: int) -> ps.DoesNotFit | None:
+        asked.append(n)
+        return None if n in fitting else refused(n)
+
+    value, error = _confirmed((43, refused(44)), ask, most)
+    assert (
+        value,
+        None if error is None else error.needed_bytes - 100 if isinstance(error, ps.DoesNotFit) else -1,
+    ) == limit
+    assert value in asked or not value
+    assert len(asked) == len(set(asked)) <= 9
 
 
 @pytest.mark.parametrize("policy", [name for name in built_in() if not can(name).disks])
