@@ -24,7 +24,6 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.plan_set import PlanSet, Share, meetings_of, slices_as, sums_of
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.core.timeline import Timeline
-from pstar_sim.core.workspace import planned_beside_workspace
 from pstar_sim.cost import cost_of
 from pstar_sim.errors import CannotPlan, DoesNotFit, FalseFigures, ModelError, PlanError
 from pstar_sim.planner.binding import bound_by
@@ -32,7 +31,7 @@ from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.stages_cut import Cut
 from pstar_sim.planner.stated import SECONDS_AGREE
 from pstar_sim.policy.kit.options import split_spec
-from pstar_sim.policy.registry import Policy, can, find_policy, sharded_as
+from pstar_sim.policy.registry import Policy, can, find_policy, plan_to_run, sharded_as
 from pstar_sim.sim.play import play_stages
 from pstar_sim.workload.parallelism import Parallelism
 from pstar_sim.workload.workload import Workload, copy_moment
@@ -148,7 +147,7 @@ def _planned(cut: Cut, policy: str | Policy, settings: Settings, pins: Sequence[
         plans: list[Plan] = []
         try:
             plans += (
-                _planned_by(function, cut.workload(member), on, settings)
+                plan_to_run(function, cut.workload(member), on, settings)
                 for member, (on, function) in enumerate(zip(cut.machines, functions))
             )
             break
@@ -208,10 +207,6 @@ def _pinned(policy: str | Policy, pins: int | None) -> Policy:
     return find_policy(policy) if isinstance(policy, str) else policy
 
 
-def _planned_by(function: Policy, workload: Workload, machine: Machine, settings: Settings) -> Plan:
-    return planned_beside_workspace(lambda where: function(workload, where, settings), workload, machine)
-
-
 def _named(cut: Cut, member: int) -> str:
     if cut.shares:
         return f"{cut.machines[member].gpu.name}: "
@@ -231,7 +226,7 @@ def planned_again(planned: PlannedStages, policy: str | Policy, settings: Settin
     for plan, timeline in zip(planned.plans.plans, planned.timelines):
         try:
             own = _with_waits(plan, timeline, sums_of(plan) if planned.plans.shares else {})
-            again = _planned_by(function, own, plan.machine, settings)
+            again = plan_to_run(function, own, plan.machine, settings)
         except (CannotPlan, DoesNotFit, PlanError):
             return planned
         plans.append(replace(again, workload=plan.workload))

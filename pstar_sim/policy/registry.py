@@ -72,10 +72,10 @@ def can(policy: str | Policy) -> Capabilities:
     return capabilities_of(find_policy(policy) if isinstance(policy, str) else policy)
 
 
-def plan_to_run(spec: str, workload: Workload, machine: Machine, settings: Settings) -> Plan:
+def plan_to_run(policy: str | Policy, workload: Workload, machine: Machine, settings: Settings) -> Plan:
     """With its workspace. Raises the errors of `find_policy`, and the policy's."""
-    policy = find_policy(spec)
-    return planned_beside_workspace(lambda where: policy(workload, where, settings), workload, machine)
+    function = find_policy(policy) if isinstance(policy, str) else policy
+    return planned_beside_workspace(lambda where: function(workload, where, settings), workload, machine)
 
 
 def sharded_as(policy: str | Policy, shard: str | None) -> str | Policy:
