@@ -11,8 +11,9 @@ needs them; none needs more of the host at a time than predicted (`host_as_predi
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 from pstar_sim.core.effects import frees, takes
@@ -24,8 +25,8 @@ PAGE_BYTES = 4096
 LARGEST_SLAB_BYTES = 1 << 30
 
 
-_Held = list[tuple[int, tuple[int, str]]]
-"""Contents of one slab: (byte offset, payload)."""
+_Held = list[tuple[int, int]]
+"""Contents of one slab: (byte offset, payload's number)."""
 
 
 @dataclass(frozen=True)
@@ -57,19 +58,25 @@ def _least(sizes: Iterable[tuple[tuple[int, str], int]], largest_bytes: int) -> 
     rows = sorted(((-(-size // ALIGN_BYTES) * ALIGN_BYTES, key) for key, size in sizes if size), reverse=True)
     if not rows:
         return HostRoom({}, ())
-    in_all = sum(size for size, _ in rows)
-    slab = max(_power_of_two(rows[0][0]), min(largest_bytes, _power_of_two(in_all)))
+    where, slab_bytes = _places(tuple(size for size, _ in rows), largest_bytes)
+    return HostRoom({key: place for (_, key), place in zip(rows, where)}, slab_bytes)
+
+
+@lru_cache(maxsize=64)
+def _places(sizes: tuple[int, ...], largest_bytes: int) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
+    in_all = sum(sizes)
+    slab = max(_power_of_two(sizes[0]), min(largest_bytes, _power_of_two(in_all)))
     larger = (slab << more for more in range(1, 3) if slab << more <= min(4 * largest_bytes, _power_of_two(in_all)))
-    return min((_packed(rows, size) for size in (slab, *larger)), key=lambda room: room.total_bytes)
+    return min((_packed(sizes, size) for size in (slab, *larger)), key=lambda packed: sum(packed[1]))
 
 
-def _packed(rows: list[tuple[int, tuple[int, str]]], slab: int) -> HostRoom:
+def _packed(sizes: Sequence[int], slab: int) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
     used: list[int] = []
-    where: dict[tuple[int, str], tuple[int, int]] = {}
+    where: list[tuple[int, int]] = []
     held: list[_Held] = []  # per slab, ascending
     first_open = 0  # slabs before this one have no room for any payload
     last = size_before = 0  # slab and size of the previous payload: an equally large payload fits no earlier slab
-    for size, key in rows:
+    for number, size in enumerate(sizes):
         for i in range(last if size == size_before else first_open, len(used)):
             if used[i] + size <= slab:
                 break
@@ -77,16 +84,16 @@ def _packed(rows: list[tuple[int, tuple[int, str]]], slab: int) -> HostRoom:
             used.append(0)
             held.append([])
             i = len(used) - 1
-        where[key] = (i, used[i])
-        held[i].append((used[i], key))
+        where.append((i, used[i]))
+        held[i].append((used[i], number))
         used[i] += size
         last, size_before = i, size
-        while first_open < len(used) and slab - used[first_open] < rows[-1][0]:
+        while first_open < len(used) and slab - used[first_open] < sizes[-1]:
             first_open += 1
-    return HostRoom(where, _shrink(used, held, where))
+    return where, _shrink(used, held, where)
 
 
-def _shrink(used: list[int], held: list[_Held], where: dict[tuple[int, str], tuple[int, int]]) -> tuple[int, ...]:
+def _shrink(used: list[int], held: list[_Held], where: list[tuple[int, int]]) -> tuple[int, ...]:
     """A slab just over half full is split if a payload boundary allows."""
     sizes = [_power_of_two(size) for size in used]
     for slab in range(len(used)):
@@ -99,9 +106,9 @@ def _shrink(used: list[int], held: list[_Held], where: dict[tuple[int, str], tup
             if cut == 0 or _power_of_two(cut) + _power_of_two(tail) >= sizes[slab]:
                 break
             new = len(sizes)
-            starts = [(offset - cut, key) for offset, key in starts if offset >= cut]
-            for offset, key in starts:
-                where[key] = (new, offset)
+            starts = [(offset - cut, number) for offset, number in starts if offset >= cut]
+            for offset, number in starts:
+                where[number] = (new, offset)
             sizes[slab], used[slab] = _power_of_two(cut), cut
             sizes.append(_power_of_two(tail))
             used.append(tail)

@@ -148,7 +148,7 @@ class _SerialIteration:
 
     def _moment(self, m: int) -> None:
         b, memory, groups = self._b, self.memory, self._groups
-        memory.moment = m
+        memory.begin(m)
         if groups is not None and groups.begin(m):
             memory.disperse_all()
         needed = tuple(c for c in b.uses.by_moment[m] if c in self._homes.brought_bytes)

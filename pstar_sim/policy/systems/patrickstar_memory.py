@@ -120,7 +120,13 @@ class Memory:
         self.whole = b.holdings.chunks("remote", Place.GPU)
         self.fixed_bytes = self.used_bytes - sum(self._own[c] for c in resident)
         self.last = -1
-        self.moment = 0
+        self._next = [(self._next_use(c, -1), -c) for c in range(len(self._own))]
+        self.begin(0)
+
+    def begin(self, moment: int) -> None:
+        self.moment = moment
+        for c in self.b.uses.by_moment[moment]:
+            self._next[c] = self._next_use(c, moment), -c
 
     def _reside(self, resident: Collection[int]) -> None:
         b, homes = self.b, self.homes
@@ -232,22 +238,22 @@ class Memory:
 
     def _evict_farthest(self, needed: Collection[int]) -> bool:
         """Belady's rule; a whole group's remote chunks go first."""
-        candidates = [c for c in self.resident | (self.whole & self.homes.pinned) if c not in needed]
+        candidates = (self.resident | (self.whole & self.homes.pinned)).difference(needed)
         if not candidates:
             return False
-        farthest = max(candidates, key=lambda c: (self._next_use(c), -c))
+        farthest = max(candidates, key=self._next.__getitem__)
         if farthest in self.whole:
             self.disperse(farthest)
         else:
             self.evict(farthest)
         return True
 
-    def _next_use(self, c: int) -> int:
+    def _next_use(self, c: int, moment: int) -> int:
         """One round further if the recorded moments are exhausted."""
         moments, total = self.b.uses.touched[c], len(self.b.workload.moments)
         if not moments:
             return 2 * total
-        n = bisect_right(moments, self.moment)
+        n = bisect_right(moments, moment)
         return moments[n] if n < len(moments) else total + moments[0]
 
     def describe_fixed(self) -> str:
