@@ -26,8 +26,7 @@ def settings_of(settings: Settings | None) -> Settings:
 def asked_policies(policies: Iterable[str | Policy] | str | None, machine: Machine | None = None) -> list[str | Policy]:
     """All known policies if none is named. Raises PstarError for an empty list.
 
-    machine: if its GPUs differ, policies that choose the ranks' shares of the batch are included. On equal GPUs each of
-        these makes the same plan as another policy.
+    machine: if its GPUs differ, policies that choose the ranks' shares of the batch are included.
     """
     if policies is None:
         differ = machine is not None and machine.mixed

@@ -407,12 +407,11 @@ class Asked:
 
     def least_here(self, policy: str, plan: Plan | None) -> int:
         """On this machine; others with an answer are not asked."""
-        # on equal GPUs one that chooses shares plans as another
-        others = [one for one in OTHERS if one not in self.least and (self.machine.mixed or can(one).balance is None)]
+        tried = [one for one in OTHERS if not leaves_out(one, self.workload, self.machine, self.settings)]
+        others = [one for one in tried if one not in self.least]
         known_bytes: int | None = None
         if can(policy).tries_others:
-            tried = (one for one in self.least if not leaves_out(one, self.workload, self.machine, self.settings))
-            known_bytes = min((size for one in tried if (size := self.least[one]) is not None), default=None)
+            known_bytes = min((size for one in tried if (size := self.least.get(one)) is not None), default=None)
         return self.least_gpu_bytes(policy, self.machine, others=others, known_bytes=known_bytes, plan=plan)
 
 

@@ -66,6 +66,7 @@ from pstar_sim.workload.workload import Workload
 MOST_SHORT = 6  # refusals in a row: payloads, rounding and start-up of the host, then the GPU
 HALVES = 5  # plans between one that has room and one that has none
 OTHERS = tuple(built_in())  # that a policy may try
+_REFUSED = ("refused",)  # key of `Workload.derived`
 CLOSE = 6  # a plan that leaves 1 / 2 ** CLOSE of the host is close enough
 
 
@@ -141,8 +142,19 @@ def shortage(
     try:
         memory_need(policy, workload, machine, settings, loading=loading, others=others, fewest=False)
     except DoesNotFit as short:
+        if others is OTHERS:
+            _refused(workload, machine, settings, loading).add(policy)
         return short
     return None
+
+
+def _refused(workload: Workload, machine: Machine, settings: Settings, loading: Loading) -> set[str | Policy]:
+    """Known to have no room."""
+    known = workload.derived.setdefault(_REFUSED, {})
+    assert isinstance(known, dict)
+    _, policies = known.setdefault((id(machine), settings, loading), (machine, set()))
+    refused: set[str | Policy] = policies  # the machine is kept, so no other has its id
+    return refused
 
 
 def with_room(
@@ -417,7 +429,9 @@ def memory_need(
     asked_of = others if able.tries_others and refusal is not None else None
 
     def need_of_others() -> Need | None:
+        known = set() if fewest else _refused(workload, machine, settings, loading)
         rest = [one for one in asked_of or () if one != policy and not leaves_out(one, workload, machine, settings)]
+        rest = [one for one in rest if one not in known]
         return _need_of_any(rest, workload, machine, settings, loading, fewest)
 
     if not fewest and (need := need_of_others()):
@@ -449,6 +463,10 @@ def memory_need(
             plan = with_room(plan_with, policy, workload, machine, settings, loading=loading)
             need = need_of_plan(plan, loading)
         else:
+            if refusal is not None and not fewest and not machine.unified:
+                # where weights are loaded beside them, lists on the host have no more
+                room_bytes = machine.host_budget_bytes - loading.startup_bytes(workload, machine.local_ranks)
+                plan_on(with_host_budget(machine, max(1, room_bytes)))
             need = need_of_plan(plan_on(machine), loading)
         if not able.counts_host:
             _check_host(need, machine)
@@ -539,7 +557,7 @@ def host_shortage(need: Need, machine: Machine) -> DoesNotFit | None:
 
 def disk_shortage(need: Need, machine: Machine) -> DoesNotFit | None:
     budget = machine.nvme_budget_bytes
-    needed = 0 if need.plan is None else play(need.plan).peak_bytes.get("nvme", 0)
+    needed = 0 if need.plan is None or machine.nvme is None else play(need.plan).peak_bytes.get("nvme", 0)
     if needed <= budget:
         return None
     return DoesNotFit(
@@ -679,7 +697,7 @@ def need_with_room(
 
 
 def with_large_disks(workload: Workload, machine: Machine) -> Machine:
-    """Disks get room for at least twice all states; no disks stay none."""
+    """Disks get room for at least twice all states."""
     size_bytes = 2 * workload.states_bytes
     if machine.nvme is None or machine.nvme.memory_bytes >= size_bytes:
         return machine

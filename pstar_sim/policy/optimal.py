@@ -175,9 +175,11 @@ def _others(
 
 
 def leaves_out(policy: str, workload: Workload, machine: Machine, settings: Settings) -> bool:
-    """Whether its order is not searched."""
-    rival = {**BEFORE_OPTIMAL, **AFTER_OPTIMAL}.get(policy, optimal)
-    return _in_another_order(capabilities_of(rival), workload, _orders(workload, machine, settings))
+    """Whether its order is not searched, or its plans on equal GPUs are another's."""
+    able = capabilities_of({**BEFORE_OPTIMAL, **AFTER_OPTIMAL}.get(policy, optimal))
+    if able.balance is not None and not machine.mixed:
+        return True
+    return _in_another_order(able, workload, _orders(workload, machine, settings))
 
 
 def _in_another_order(able: Capabilities, workload: Workload, orders: Sequence[str]) -> bool:

@@ -29,7 +29,7 @@ from pstar_sim.planner.explain import tide_gain
 from pstar_sim.planner.fits import SmallestChange, fits
 from pstar_sim.planner.jobs import Job, _written
 from pstar_sim.planner.limits import _confirmed, _largest, _loaded_bytes, _others_go_on, deeper, max_batch, max_model
-from pstar_sim.planner.memory_needs import least_gpu_bytes, memory_need, need_of_plan, shortage, with_room
+from pstar_sim.planner.memory_needs import Need, least_gpu_bytes, memory_need, need_of_plan, shortage, with_room
 from pstar_sim.planner.nearest import Elsewhere
 from pstar_sim.planner.trust import untuned
 from pstar_sim.policy.registry import built_in, can, find_policy
@@ -810,6 +810,21 @@ def test_what_is_short_is_what_is_needed_less_what_is_there() -> None:
         assert row.short_of == "gpu" and row.gpu_needed_bytes is not None
         assert row.short_bytes == row.gpu_needed_bytes - row.gpu_available_bytes
         assert f"gpu needs {format_bytes(row.gpu_needed_bytes)} (" in str(row.reason)
+
+
+def test_a_policy_that_tries_others_asks_none_that_is_known_to_have_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor one that chooses shares, which plans on equal GPUs as another."""
+    w, m = preset("8B", batch=4, seq=1024), ps.machine("rtx4090", host_memory="104GB")
+    assert shortage("tide", w, m, ps.Settings()) is not None
+    asked: list[str] = []
+
+    def counted(policy: str, *rest: Any, **more: Any) -> Need:
+        asked.append(policy)
+        return memory_need(policy, *rest, **more)
+
+    monkeypatch.setattr(memory_needs, "memory_need", counted)
+    assert shortage("optimal", w, m, ps.Settings()) is not None
+    assert "patrickstar" in asked and not {"tide", "whale"} & {*asked}
 
 
 def test_the_host_has_room_for_a_policys_buffers() -> None:
