@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -85,16 +86,12 @@ def fits(
             predictions = likes.predict(workloads, machine, job, setting)
     answer: Fits | None = None  # configurations alone, if no policy is named beside them
     if named or not predictions:
+        near = True if why or named else False if asked.json else None
         with bar("starting", quiet=asked.json) as on_part:
-            answer = ask(
-                workloads,
-                machine,
-                policies=named,
-                settings=settings_of(setting),
-                loading=loading,
-                near=True if why or named else None,
-                on_part=on_part,
-            )
+            given = partial(ask, policies=named, settings=settings_of(setting), loading=loading, on_part=on_part)
+            answer = given(workloads, machine, near=near)
+            if near is False and not answer.any:  # JSON says of each row what would make it fit
+                answer = given(workloads, machine, near=True)
     rows = [*(p.as_fit() for p in predictions), *(answer or ())]
     if asked.json:
         said = [{**p.as_fit().to_json(), **workloads[0].said, "like": p.to_json()} for p in predictions]

@@ -69,7 +69,7 @@ class Fit:
     expected_error, trust: as in `Row`.
     shares: sequences of each GPU in a micro-batch, where not the machine's.
     phases: host memory over the job's life.
-    disk_life: words for what the plan writes to disks, and how long they last; None if it writes nothing.
+    disk_life: words for what the plan writes to disks, if anything, and how long they last.
     """
 
     policy: str
@@ -140,7 +140,7 @@ def with_kept(tensor_bytes: int, kept_bytes: int, available_bytes: int) -> int:
 class SmallestChange:
     """A change that makes a job fit, if no policy does.
 
-    words: flags, "with --host-memory 128GB" or "with --policy optimal".
+    words: flags, "with --host-memory 128GB".
     policies: those that fit with the change.
     brings_bytes: as in `Remedy`.
     """
@@ -172,7 +172,7 @@ class Fits(Collection):
     parts: what takes memory.
     named: whether the caller named the policies.
     near: whether changes were looked for.
-    change: the smallest; None if none is needed or none helps.
+    change: the smallest; None if none is needed or helps.
     others: what helps alone besides a smaller `change`: more host memory, then more GPU memory or another machine.
     """
 
@@ -226,10 +226,10 @@ def fits(
     workload, machine, settings: as in `compare`.
     loading: how the weights are loaded ([Note: what the host really has to give] in memory_needs.py); None: whole, once
         per node. The answer then says where another way would decide.
-    times: whether to simulate the policies that fit. A search takes EFFORT of the effort that `compare` spends, so its
-        seconds may be a little more.
+    times: whether to simulate the policies that fit. A search takes EFFORT of `compare`'s effort, so its seconds may be
+        a little more.
     near: whether to look for changes that would make the others fit, and for their needs in both places; None: where
-        no policy fits.
+        no policy fits, for the smallest change alone.
     on_part: as in `compare`.
 
     Raises UnknownName for a policy that does not exist.
@@ -260,13 +260,17 @@ def fits(
     fitting = [row.policy for row in sorted(rows, key=lambda r: r.iteration_s or 0.0) if row.fits]
     changes: tuple[SmallestChange, ...] = ()
     if near or (near is None and not fitting):
-        found: list[tuple[Remedy, str]] = []
+        told: dict[str, Fit] = {}
+        ways_of: dict[str, tuple[Remedy, ...]] = {}
         elsewhere = Elsewhere(share.workload, machine, job.loading)
-        for i, (row, error, asked, _) in enumerate(answers):
+        # the least short first, whose changes are the smallest; last those that try others, which are known then
+        for row, error, asked, _ in sorted(
+            found_of.values(), key=lambda found: (can(found[0].policy).tries_others, found[0].short_bytes or 0)
+        ):
             if error is None:
                 continue
             tell(f"what would do for {row.policy}", len(names), len(names))
-            ways = remedies(
+            ways = ways_of[row.policy] = remedies(
                 find_policy(row.policy),
                 asked.workload,
                 asked.machine,
@@ -276,13 +280,18 @@ def fits(
                 ask_of=asked.of,
                 elsewhere=elsewhere,
             )
-            found += [(way, row.policy) for way in ways]
             row, error = _with_room(row, asked, error)
-            rows[i] = replace(
-                row, reason=f"{error}; {in_words(ways, fitting)}", changes=tuple(way.words for way in ways)
-            )
+            if near is None:
+                elsewhere.found(ways)
+                row = replace(row, reason=str(error))
+            else:
+                words = f"{error}; {in_words(ways, fitting)}"
+                row = replace(row, reason=words, changes=tuple(way.words for way in ways))
+            told[row.policy] = row
+        rows = [told.get(row.policy, row) for row in rows]
         if not fitting:
             tell("the smallest change", len(names), len(names))
+            found = [(way, name) for name in names for way in ways_of.get(name, ())]
             changes = _changes(found, job, names, elsewhere)
     answer = Fits(
         workload=share.workload,

@@ -1,15 +1,15 @@
 """The changes that would make a policy fit, found by trying.
 
-[Note: the smallest change] Changes of the job cost no hardware. They are tried in the order of KINDS, each beside all
-before it that save bytes of the short place, until the job fits; then the dispensable ones are left out. Policy
-options that keep lists on disks, larger disks, more host memory, more GPU memory (where the user has set it) and
-catalog machines with more are tried alone. Every suggestion has room by memory_needs.py. Of a trace's workload only
-loading and optimizer are changed.
+[Note: the smallest change] Changes of the job are tried in the order of KINDS, each beside all before it that save
+bytes of the short place, until the job fits; then the dispensable ones are left out. Policy options that keep lists on
+disks, larger disks, more host memory, more GPU memory (where the user has set it) and catalog machines with more are
+tried alone. Every suggestion has room by memory_needs.py. Of a trace's workload only loading and optimizer are changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -37,10 +37,11 @@ from pstar_sim.workload.workload import Tensor, Workload, with_optimizer
 
 _EXACT, _INEXACT = ("loading", "kernels", "loss", "micro-batches", "checkpointing"), ("optimizer", "base", "LoRA")
 KINDS = (*_EXACT, "policy", *_INEXACT, "disks", "host memory", "GPU memory", "machine")
-"""Kinds of changes, smallest change first: flags of the job cost nothing, disks cost less than memory, and
+"""Kinds of changes, smallest first: flags of the job cost nothing, disks cost less than memory, and
 memory for the host less than a GPU."""
 _SMALLER = {"adamw": "adamw-8bit", "adam": "adamw-8bit", "adamw-bf16-states": "adamw-8bit", "lion": "lion-8bit"}
 """Optimizer -> the one with the same update and states in 8 bits."""
+_HARDWARE = {"disks": 1, "host memory": 1, "GPU memory": 2, "machine": 2}
 _LORA, _BASES = "r=16", ("nf4", "nf4-experts")
 _MOST_SPLITS = 1024
 
@@ -71,7 +72,7 @@ class Remedy:
     @property
     def hardware(self) -> int:
         """0 none, 1 larger disks or more host memory, 2 more GPU memory."""
-        return max({"disks": 1, "host memory": 1, "GPU memory": 2, "machine": 2}.get(kind, 0) for kind in self.kinds)
+        return max(_HARDWARE.get(kind, 0) for kind in self.kinds)
 
 
 Ask = Callable[[Workload, Machine, Settings, Loading], DoesNotFit | None]
@@ -103,8 +104,19 @@ class Elsewhere:
     ) -> None:
         self.workload, self.machine, self.loading = workload, machine, loading
         self._shape = shape
+        self._found: dict[int, tuple[int, ...]] = {}
         self._made: dict[tuple[str, ...], Workload] = {}
         self._sizes: dict[tuple[str, ...], _Sizes | None] = {}
+
+    def found(self, ways: Iterable[Remedy]) -> None:
+        """Larger ones of as much hardware are no longer sought."""
+        for way in ways:
+            self._found[way.hardware] = min(way.rank[:2], self._found.get(way.hardware, way.rank[:2]))
+
+    def most(self, kind: str) -> float:
+        """The largest size that is sought, or -1."""
+        place, (known, size) = KINDS.index(kind), self._found.get(_HARDWARE.get(kind, 0), (len(KINDS), 0))
+        return math.inf if place < known else size if place == known else -1
 
     @cached_property
     def machines(self) -> tuple[Machine, ...]:
@@ -242,7 +254,6 @@ class Elsewhere:
     def _given(
         self, options: Mapping[str, _Option]
     ) -> tuple[tuple[str, ...], dict[str, Any], tuple[str | None, str | None], Loading]:
-        """Behind a key."""
         given = {key: value for option in options.values() for key, value in option.given.items()}
         loading = given.pop("loading", self.loading)
         key = tuple(f"{name}={given[name]}" for name in sorted(given))
@@ -332,13 +343,14 @@ def remedies(
         return ()
     job = _of_job(ask, elsewhere, settings, error)
     if error.place in ("host", "nvme"):
-        disks = _on_disks(policy, workload, machine, settings, elsewhere.loading, ask_of or asker)
-        larger = _disk_memory(ask, workload, machine, settings, elsewhere.loading)
-        more = _host_memory(ask, workload, machine, settings, elsewhere.loading, error)
+        loading, most = elsewhere.loading, elsewhere.most("host memory")
+        disks = _on_disks(policy, workload, machine, settings, elsewhere, ask_of or asker)
+        larger = _disk_memory(ask, workload, machine, settings, loading) if elsewhere.most("disks") != -1 else None
+        more = _host_memory(ask, workload, machine, settings, loading, error, most)
         if disks is not None and more is not None and disks.size >= more.size:
             disks = None  # the options are given already, or save no host memory
         return tuple(sorted((one for one in (disks, job, larger, more) if one is not None), key=lambda one: one.rank))
-    bigger = _gpu_memory(ask, workload, machine, settings, elsewhere.loading, error)
+    bigger = _gpu_memory(ask, workload, machine, settings, elsewhere, error)
     bigger = bigger or next(_machines(ask, elsewhere, settings, error), None)
     return tuple(one for one in (job, bigger) if one is not None)
 
@@ -394,7 +406,7 @@ def _of_job(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNotFi
         for kind, options in elsewhere.options.items():
             most = elsewhere.sizes({**taken, kind: options[-1]}) if options else None
             for option in options if most is None or saves_enough(most) else ():
-                if fits({**taken, kind: option}):
+                if option.size <= elsewhere.most(kind) and fits({**taken, kind: option}):
                     return _remedy(_least({**taken, kind: option}, kind, fits), kind, elsewhere)
             if options and saves(taken, kind, options[-1]):
                 taken[kind] = options[-1]
@@ -434,10 +446,11 @@ def _on_disks(
     workload: Workload,
     machine: Machine,
     settings: Settings,
-    loading: Loading,
+    elsewhere: Elsewhere,
     ask_of: Callable[[str], Ask],
 ) -> Remedy | None:
-    if machine.nvme is None:
+    loading, most = elsewhere.loading, elsewhere.most("host memory")
+    if machine.nvme is None or most == elsewhere.most("policy") == -1:
         return None
     least: tuple[str, DoesNotFit] | None = None
     name, given = split_spec(policy_name(policy))
@@ -456,7 +469,7 @@ def _on_disks(
     if least is None:
         return None
     spec, short = least
-    more = _host_memory(ask_of(spec), workload, machine, settings, loading, short)
+    more = _host_memory(ask_of(spec), workload, machine, settings, loading, short, most)
     if more is None:
         return None
     return replace(more, words=f"with --policy {spec} and {more.words.removeprefix('with ')}")
@@ -465,7 +478,7 @@ def _on_disks(
 def _machines(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNotFit) -> Iterator[Remedy]:
     """With enough room, smallest GPU first, with more host memory if that is short."""
     for one in elsewhere.machines:
-        if one.gpu_budget_bytes < error.needed_bytes:
+        if not error.needed_bytes <= one.gpu_budget_bytes <= elsewhere.most("machine"):
             continue
         short = ask(elsewhere.workload, one, settings, elsewhere.loading)
         if short is None:
@@ -478,7 +491,7 @@ def _machines(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNot
 
 
 def _gpu_memory(
-    ask: Ask, workload: Workload, machine: Machine, settings: Settings, loading: Loading, error: DoesNotFit
+    ask: Ask, workload: Workload, machine: Machine, settings: Settings, elsewhere: Elsewhere, error: DoesNotFit
 ) -> Remedy | None:
     """In whole MB, rounded up; only for "virtual", and for a catalog machine up to what it has."""
     listed = as_listed(machine)
@@ -487,10 +500,11 @@ def _gpu_memory(
     wanted = -(-(error.needed_bytes + machine.gpu.context_bytes) // MB)
     unit = 10 ** min(2, max(0, len(str(wanted)) - 2))  # MB
     size = -(-wanted // unit) * unit
-    if listed is not None and size * MB > listed.gpu.memory_bytes:
+    most = math.inf if listed is None else listed.gpu.memory_bytes
+    if size * MB > min(most, elsewhere.most("GPU memory")):
         return None
     try:
-        if ask(workload, resize(machine, gpu_memory=size * MB), settings, loading) is not None:
+        if ask(workload, resize(machine, gpu_memory=size * MB), settings, elsewhere.loading) is not None:
             return None
     except CatalogError:
         return None  # on a unified machine this leaves nothing for the host
@@ -512,7 +526,13 @@ def _disk_memory(ask: Ask, workload: Workload, machine: Machine, settings: Setti
 
 
 def _host_memory(
-    ask: Ask, workload: Workload, machine: Machine, settings: Settings, loading: Loading, error: DoesNotFit
+    ask: Ask,
+    workload: Workload,
+    machine: Machine,
+    settings: Settings,
+    loading: Loading,
+    error: DoesNotFit,
+    most_bytes: float = math.inf,
 ) -> Remedy | None:
     short: DoesNotFit | None = error
     bigger = machine
@@ -522,6 +542,8 @@ def _host_memory(
         budget = short.needed_bytes if short.place == "host" else bigger.host_budget_bytes + short.short_bytes
         wanted = budget * machine.local_ranks + machine.host.reserved_bytes
         size = -(-wanted // (16 * GB)) * 16
+        if size * GB > most_bytes:
+            return None
         try:
             bigger = resize(machine, host_memory=size * GB)
         except CatalogError:

@@ -812,6 +812,27 @@ def test_what_is_short_is_what_is_needed_less_what_is_there() -> None:
         assert f"gpu needs {format_bytes(row.gpu_needed_bytes)} (" in str(row.reason)
 
 
+def test_the_smallest_change_alone_is_that_of_all_rows_and_asks_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def counted(policy: str, *rest: Any, **more: Any) -> ps.DoesNotFit | None:
+        asked.append(policy)
+        return shortage(policy, *rest, **more)
+
+    monkeypatch.setattr(nearest, "shortage", counted)
+    w, m = preset("8B", batch=4, seq=1024), ps.machine("rtx4090", host_memory="64GB")
+    question = partial(fits, w, m, policies=["patrickstar", "zero3_offload", "tide", "zero_offload"], times=False)
+    every, of_rows = question(near=True), len(asked)
+    alone = question(near=None)
+    assert (alone.change, alone.others) == (every.change, every.others) and alone.others
+    assert len(asked) < 1.8 * of_rows
+    for row, full in zip(alone, every):
+        assert full.changes and not row.changes
+        assert replace(full, reason=row.reason, changes=()) == row and str(full.reason).startswith(
+            f"{row.reason}; fits"
+        )
+
+
 def test_a_policy_that_tries_others_asks_none_that_is_known_to_have_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor one that chooses shares, which plans on equal GPUs as another."""
     w, m = preset("8B", batch=4, seq=1024), ps.machine("rtx4090", host_memory="104GB")
