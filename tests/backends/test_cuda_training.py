@@ -136,7 +136,7 @@ def test_lists_on_disks(
     chunk_bytes: int | None,
 ) -> None:
     """Rooms of the host that copies to the device have read take what comes from the disks next."""
-    about: dict[str, Any] = {"micro_batches": micro_batches, "dtype": dtype}
+    about: dict[str, Any] = {"micro_batches": micro_batches, "dtype": dtype, "layers": 3}
     plan = kit.plan_on_disks(
         model, policy, clip=True, host_share=host_share, beside=True, chunk_bytes=chunk_bytes, **about
     )

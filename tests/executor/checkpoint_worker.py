@@ -28,12 +28,13 @@ from pstar_sim.core.step import Place
 from pstar_sim.errors import CheckpointError
 from pstar_sim.workload.workload import Workload
 
+LAYERS = 1  # with the embedding, which is the head too: 16 tensors, each read by meetings of the ranks
 CASES = {"tide": torch.float32, "zero3_resident": torch.bfloat16, "all_on_gpu": torch.float32}
 
 
 @functools.cache
 def captured(dtype: torch.dtype) -> Workload:
-    model, draw = kit.build("gpt2")
+    model, draw = kit.build("gpt2", layers=LAYERS)
     w: Workload = kit.workload_of(model.to(dtype), draw(torch.Generator().manual_seed(9)))
     return w
 
@@ -50,7 +51,7 @@ def prepared(
 
     disks: a folder for states, on a host that has no room for them.
     """
-    model, draw = kit.build("gpt2")
+    model, draw = kit.build("gpt2", layers=LAYERS)
     model.to(dtype)
     plan = planned(policy, dtype, ranks, None if disks is None else 0.6)
     assert any(row.place is Place.NVME for row in plan.initial) == (disks is not None)
@@ -148,7 +149,7 @@ def case(policy: str, dtype: torch.dtype, rank: int, folder: Path, alone: Any, b
 
 def plain(start: dict[str, torch.Tensor], rank: int, group: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     """What DistributedDataParallel makes of these values and states: losses, and values after them."""
-    model, draw = kit.build("gpt2")
+    model, draw = kit.build("gpt2", layers=LAYERS)
     model.load_state_dict({name: value for name, value in start.items() if name in model.state_dict()})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
     state: dict[int, dict[str, torch.Tensor]] = {}

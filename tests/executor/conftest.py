@@ -45,6 +45,8 @@ from pstar_sim.testing import round_machine
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
 BATCH, SEQUENCE, VOCABULARY = 2, 12, 96
+LAYERS = 2
+"""Of transformers: with embeddings and a head, chunks before, between and behind."""
 LITTLE_EFFORT = 0.02
 """`Settings.effort`: plans are run here, not compared."""
 
@@ -183,7 +185,7 @@ def _hf(name: str, checkpointing: bool, layers: int) -> tuple[nn.Module, Callabl
 
 
 def build(
-    name: str, *, checkpointing: bool = False, seed: int = 0, layers: int = 3
+    name: str, *, checkpointing: bool = False, seed: int = 0, layers: int = LAYERS
 ) -> tuple[nn.Module, Callable[[torch.Generator], Any]]:
     """A small model and a function that draws a batch for it. Names: mlp, experts, gpt2 (tied), llama, bert.
 
@@ -274,12 +276,13 @@ def plan_on_disks(
     beside: bool = False,
     chunk_bytes: int | None = None,
     effort: float = LITTLE_EFFORT,
+    layers: int = LAYERS,
 ) -> Plan:
     """policy: also options of zero_infinity alone.
     host_share: host memory beside the workspace, as a share of all parameters and states; None: enough without disks.
     beside: whether the disks read while they write.
     """
-    model, draw = build(name, checkpointing=True)
+    model, draw = build(name, checkpointing=True, layers=layers)
     model.to(dtype)
     w = repeat_micro_batch(workload_of(model, draw(torch.Generator().manual_seed(9)), name=name), micro_batches)
     params = sum(t.bytes for t in w.tensors if t.tied_to is None)
@@ -515,7 +518,7 @@ def start() -> Iterator[Callable[..., Run]]:
         clip: float | None = None,
         dtype: torch.dtype = torch.float32,
         plan: Plan | None = None,
-        layers: int = 3,
+        layers: int = LAYERS,
         **options: Any,
     ) -> Run:
         model, draw = build(name, checkpointing=checkpointing, layers=layers)

@@ -210,6 +210,7 @@ def run(program: Program, paths: list[str]) -> None:
 def ready(address: str) -> socket.socket:
     """Imports what programs need, and listens."""
     atexit.register(leave)
+    gc.disable()  # modules live as long as the process
     for name in (
         "torch._dynamo",
         "torch.distributed.launcher.api",
@@ -224,6 +225,7 @@ def ready(address: str) -> socket.socket:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever runs the tests
     gc.collect()
     gc.freeze()  # what was imported: no process goes through it when it ends
+    gc.enable()
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address + ".new")
     listener.listen(16)

@@ -36,6 +36,12 @@ from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
 THREE = {0: "recompute", 1: "offload", 2: "keep"}
 OFFLOAD = {1: "offload"}
+LAYERS = len(THREE)
+
+
+@pytest.fixture
+def start(start: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.partial(start, layers=LAYERS)
 
 
 @pytest.fixture
@@ -54,7 +60,7 @@ def planned(kit: Any) -> Callable[..., Plan]:
 
 @functools.lru_cache
 def captured(kit: Any, name: str, checkpointing: bool) -> Workload:
-    model, draw = kit.build(name, checkpointing=checkpointing)
+    model, draw = kit.build(name, checkpointing=checkpointing, layers=LAYERS)
     w: Workload = kit.workload_of(model, draw(torch.Generator().manual_seed(9)), name=name)
     return w
 
@@ -114,7 +120,7 @@ def test_moments_of_a_real_capture_are_those_of_the_mixture(kit: Any) -> None:
     """The model as the executor calls it, captured, against the mixture of two captures."""
     for name in ("gpt2", "llama", "bert"):
         w = chosen(kit, name, {0: "recompute", 1: "keep", 2: "recompute"})
-        model, draw = kit.build(name)
+        model, draw = kit.build(name, layers=LAYERS)
         with recomputing(model, w):
             real = kit.workload_of(model, draw(torch.Generator().manual_seed(9)), name=name)
         assert [m.name for m in real.moments] == [m.name for m in w.moments]
@@ -146,7 +152,7 @@ def test_what_a_block_does_behind_its_last_unit_wants_its_bytes_before_their_ste
     """gpt2's dropout behind each block is differentiated in the moment before the one that waits for the stash. With
     every copy as late as it may be, that one is made then and there; nothing is copied twice, nor left out of the
     books."""
-    model, draw = kit.build("gpt2")
+    model, draw = kit.build("gpt2", layers=LAYERS)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.1
@@ -200,7 +206,7 @@ def test_random_interleavings_compute_the_same(planned: Any, start: Any, kit: An
 
 def test_dropout_is_the_same_when_a_block_runs_again(kit: Any) -> None:
     """Plain torch draws each mask once; a block that is recomputed has to draw the same ones again."""
-    model, draw = kit.build("gpt2")
+    model, draw = kit.build("gpt2", layers=LAYERS)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.2
@@ -443,7 +449,7 @@ def test_a_switch_is_turned_off_and_on_again(planned: Any, kit: Any) -> None:
     """The model's own checkpointing, by transformers' switch: block 0 goes on recomputing, the others stop, until the
     end."""
     plan = planned("llama", THREE)
-    model, draw = kit.build("llama", checkpointing=True)
+    model, draw = kit.build("llama", checkpointing=True, layers=LAYERS)
     layers = model.model.layers
     model, optimizer = executor.prepare(model, plan, executor.AdamW(lr=1e-2, max_grad_norm=1.0), watchdog_s=5.0)
     assert [layer.gradient_checkpointing for layer in layers] == [True, False, False]

@@ -50,7 +50,7 @@ CASES += [
         "ranks": 2,
         "policy": "tide",
         "model": "gpt2",
-        "offload": [1],
+        "offload": [0],
         **SETTINGS["accumulated"],
     },
     {
@@ -64,7 +64,7 @@ CASES += [
     {"name": "unequal", "ranks": 2, "policy": "tide", "sequences": [2, 1], "clip": 0.05, "evaluate": True},
     {"name": "whale", "ranks": 2, "policy": "whale", "sequences": [2, 1], **SETTINGS["accumulated"]},
     {"name": "stronghold", "ranks": 2, "policy": "stronghold:window=1", "eager": True, "micro_batches": 2},
-    {"name": "karma", "ranks": 2, "policy": "karma", "model": "gpt2", "offload": [1], **SETTINGS["accumulated"]},
+    {"name": "karma", "ranks": 2, "policy": "karma", "model": "gpt2", "offload": [0], **SETTINGS["accumulated"]},
     *(  # sums of gradients on the GPU beside states on the host
         {
             "name": f"sums-{'spilt-' if spill else ''}{setting}",
@@ -99,7 +99,7 @@ OTHERS_ON_STREAMS: list[dict[str, Any]] = [
         "ranks": 2,
         "policy": "tide",
         "model": "gpt2",
-        "offload": [1],
+        "offload": [0],
         **SETTINGS["accumulated"],
     },
     {"name": "streams-unequal", "ranks": 2, "policy": "tide", "sequences": [2, 1], "clip": 0.05, "evaluate": True},

@@ -57,7 +57,7 @@ def compare(run: Any, kit: Any, *, steps: int, micro_batches: int, loss: Any = N
 def test_blocks_one_by_one_are_the_loop(
     start: Callable[..., Any], kit: Any, name: str, checkpointing: bool, policy: str
 ) -> None:
-    run = start(name, policy, checkpointing=checkpointing, micro_batches=2, clip=0.5)
+    run = start(name, policy, checkpointing=checkpointing, micro_batches=2, clip=0.5, layers=3)
     results = compare(run, kit, steps=3, micro_batches=2)
     assert [r.blocks for r in results] == [6 if name == "mlp" else 3] * 3
     assert not results[0].whole
@@ -76,7 +76,7 @@ def test_fp16_with_its_loss_scale_is_the_loop_to_the_bit(start: Callable[..., An
             losses.append(loss.detach())
         loop.optimizer.step()
         loop.optimizer.zero_grad()
-        assert result.loss == float(torch.stack(losses).sum()) and result.blocks == 3
+        assert result.loss == float(torch.stack(losses).sum()) and result.blocks == kit.LAYERS
     theirs = dict(loop.model.named_parameters())
     for name, p in ours.model.named_parameters():
         assert torch.equal(p.detach().clone(), theirs[name].detach().clone()), name
@@ -247,7 +247,7 @@ def test_hidden_states_that_the_loss_uses_too(start: Callable[..., Any], kit: An
         squares: torch.Tensor = sum(h.pow(2).mean() for h in output.hidden_states)
         return output.loss + 0.1 * squares
 
-    run = start("llama", "tide")
+    run = start("llama", "tide", layers=3)
     run.session.state.replan_after = 0
     results = []
     for _ in range(2):
@@ -418,11 +418,11 @@ def test_what_step_refuses(start: Callable[..., Any], kit: Any) -> None:
 
 def test_inputs_of_blocks_on_the_host_are_for_one_micro_batch(start: Callable[..., Any], kit: Any) -> None:
     """The policy plans several; the engine runs one, and says so before anything changes."""
-    model, draw = kit.build("gpt2", checkpointing=True)
+    model, draw = kit.build("gpt2", checkpointing=True, layers=3)
     w = kit.workload_of(model, draw(torch.Generator().manual_seed(9)), micro_batches=2)
     plan = find_policy("zero3_offload:checkpoints=host")(w, kit.small_machine(10**8), Settings(clip=False))
     assert plan.workload.boundaries_on_host
-    run = start("gpt2", "zero3_offload", checkpointing=True, plan=plan)
+    run = start("gpt2", "zero3_offload", checkpointing=True, plan=plan, layers=3)
     before = run.model.state_dict()
     with pytest.raises(ContractError, match="2 micro-batches one after the other; that runs with one micro-batch only"):
         run.session.step([next(run.batches) for _ in range(2)])
@@ -483,11 +483,11 @@ def test_blocks_that_the_plan_recomputes_and_offloads(start: Callable[..., Any],
     """Block 0 recomputed, block 1 offloaded, block 2 kept: the stashes leave as they do in the loop."""
     kept, recomputed = (
         kit.workload_of(model, draw(torch.Generator().manual_seed(9)))
-        for model, draw in (kit.build("gpt2", checkpointing=c) for c in (False, True))
+        for model, draw in (kit.build("gpt2", checkpointing=c, layers=3) for c in (False, True))
     )
     blocks = block_names(kept)
     w = offload_blocks(mix_blocks(recomputed, kept, blocks[1:]), [blocks[1]])
-    run = start("gpt2", "tide", plan=kit.tight_plan("tide", w, Settings(clip=True)), clip=1.0)
+    run = start("gpt2", "tide", plan=kit.tight_plan("tide", w, Settings(clip=True)), clip=1.0, layers=3)
     compare(run, kit, steps=3, micro_batches=1)
     reports = run.session.state.run.stashes.reports
     assert [r.block for r in reports] == [s.block for s in run.plan.workload.stashes] == [blocks[1]]

@@ -52,7 +52,7 @@ def assert_equal_bits(run: Any) -> None:
 def test_the_sums_are_those_of_accumulation(
     start: Callable[..., Any], kit: Any, name: str, policy: str, checkpointing: bool, update: str, clip: float | None
 ) -> None:
-    run = start(name, policy, checkpointing=checkpointing, micro_batches=3, update=update, clip=clip)
+    run = start(name, policy, checkpointing=checkpointing, micro_batches=3, update=update, clip=clip, layers=3)
     session = run.session
     assert not session.plan.workload.order.of_loop
     for _ in range(2):

@@ -56,8 +56,8 @@ def assert_same(run: Any, kit: Any, losses: list[list[float]], within: float = 1
             assert kit.distance(state[number][key], row[key]) <= within, (number, key)
 
 
-def roomy_plan(kit: Any, name: str, policy: str, *, spare: float = 0.5, **settings: Any) -> Plan:
-    model, draw = kit.build(name)
+def roomy_plan(kit: Any, name: str, policy: str, *, spare: float = 0.5, layers: int = 2, **settings: Any) -> Plan:
+    model, draw = kit.build(name, layers=layers)
     w = kit.workload_of(model, draw(torch.Generator().manual_seed(9)), name=name)
     params = sum(t.bytes for t in w.tensors if t.tied_to is None)
     machine = kit.small_machine(w.peak_non_model_bytes + int((1 + spare) * params))
@@ -264,9 +264,9 @@ class ShortOfHostMemory(executor.VirtualBackend):
 
 
 def test_a_rung_that_fails_keeps_no_host_memory(kit: Any, start: Callable[..., Any]) -> None:
-    plan = roomy_plan(kit, "gpt2", "tide", clip=True, spare=1.0)
+    plan = roomy_plan(kit, "gpt2", "tide", clip=True, spare=1.0, layers=3)
     backend = ShortOfHostMemory(plan.gpu_budget_bytes)
-    run = start("gpt2", "tide", clip=0.5, plan=plan, backend=backend)
+    run = start("gpt2", "tide", clip=0.5, plan=plan, backend=backend, layers=3)
     losses: list[list[float]] = [[], []]
     train(run, kit, losses, 1)
     backend.alive_at_begin.clear()

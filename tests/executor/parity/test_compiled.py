@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from torch import nn
 from torch.nn import functional
 
@@ -47,11 +48,13 @@ class Stack(nn.Module):
 
 @pytest.fixture(autouse=True)
 def compiler() -> Iterator[None]:
-    """A compiler that knows no graph of another test, and one thread, as the virtual accelerator computes."""
+    """A compiler that knows no graph of another test, and one thread, as the virtual accelerator computes. Its kernels
+    are scalar, which g++ builds in half the time."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch._dynamo.reset()
-    yield
+    with torch._inductor.config.patch({"cpp.vec_isa_ok": False}):
+        yield
     torch._dynamo.reset()
     torch.set_num_threads(threads)
 

@@ -32,6 +32,7 @@ from pstar_sim.errors import DiskError, DoesNotFit, Interrupted, OutOfMemory, Pl
 from pstar_sim.policy.registry import plan_to_run
 
 STEPS = 3
+LAYERS = 3  # of transformers: shares of the host are for as many
 
 
 def full(*_: Any) -> int:
@@ -107,7 +108,7 @@ def test_trains_to_the_bit_as_without_disks(
     of_plan |= {"effort": 0.1} if case == "streams" else {}  # with less, no chunk on disks is streamed
     beside = case in BESIDE
     plans = [
-        kit.plan_on_disks(name, spec, host_share=host, beside=beside, **of_plan)
+        kit.plan_on_disks(name, spec, host_share=host, beside=beside, layers=LAYERS, **of_plan)
         for spec, host in ((policy, share), ("params=cpu" if share is None else policy, None))
     ]
     writes = {step.queue for step in plans[0].steps if step.kind is Kind.NVME_WRITE}
@@ -123,7 +124,7 @@ def test_trains_to_the_bit_as_without_disks(
     apart = {"mom": {"momentum", "variance"}, "mas": {"param32"}}.get(case[:3])
     assert case == "parameters" or apart is None or states == apart
     assert not case.endswith("streams") or any(plans[0].modes[chunk] == "stream" for chunk in on_disks)
-    runs = [start(name, policy, plan=plan, disks=[tmp_path], **about) for plan in plans]
+    runs = [start(name, policy, plan=plan, disks=[tmp_path], layers=LAYERS, **about) for plan in plans]
     for run in runs:
         train(kit, run, micro_batches)
     values = [run.model.state_dict() for run in runs]
@@ -167,13 +168,14 @@ def test_what_leaves_the_plan_is_right_on_disks_too(
         if case.endswith("streams"):
             request.getfixturevalue("streaming")
             policy, small["host_share"], small["chunk_bytes"] = "optimal:order=depth-first,sums=off", 0.5, 8192
-        plan = kit.plan_on_disks(name, policy, micro_batches=count, clip=True, **small)
+        plan = kit.plan_on_disks(name, policy, micro_batches=count, clip=True, layers=LAYERS, **small)
         on_disks = {row.list for row in plan.initial if row.place is Place.NVME}
         assert "param" in on_disks and ("grad32" in on_disks) == (count > 1)
     else:
         name, count = "mlp", 2
         plan = kit.plan_on_disks(name, "params=nvme,states=nvme", micro_batches=count, clip=True)
-    run = start(name, plan.policy, plan=plan, disks=[tmp_path], micro_batches=count, clip=0.5, checkpointing=True)
+    about: dict[str, Any] = {"micro_batches": count, "clip": 0.5, "checkpointing": True, "layers": LAYERS}
+    run = start(name, plan.policy, plan=plan, disks=[tmp_path], **about)
     model, twin = run.model, run.reference.model
 
     def both(batch: Any) -> None:
@@ -280,10 +282,16 @@ def test_ctrl_c_between_a_write_and_the_free_behind_it(
 ) -> None:
     """Off plan, where the host has little room: the update goes on with what is on disks."""
     plan = kit.plan_on_disks(
-        "gpt2", "tide:pins=4", micro_batches=count, clip=True, host_share=0.1 + 0.1 * count, chunk_bytes=16384
+        "gpt2",
+        "tide:pins=4",
+        micro_batches=count,
+        clip=True,
+        host_share=0.1 + 0.1 * count,
+        chunk_bytes=16384,
+        layers=LAYERS,
     )
     about: dict[str, Any] = {"micro_batches": count, "clip": 0.5, "checkpointing": True, "replan_after": 0}
-    run = start("gpt2", plan.policy, plan=plan, disks=[tmp_path], **about)
+    run = start("gpt2", plan.policy, plan=plan, disks=[tmp_path], layers=LAYERS, **about)
     perform, left = Inline.perform, [0]  # writes until Ctrl-C comes
 
     def interrupted(inline: Inline, step: Any, *given: Any) -> None:

@@ -37,7 +37,7 @@ def text(draw: torch.Generator) -> dict[str, Any]:
 
 def zamba2() -> tuple[nn.Module, Draw]:
     config = transformers.Zamba2Config(
-        vocab_size=99, hidden_size=36, num_hidden_layers=4, layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
+        vocab_size=99, hidden_size=36, num_hidden_layers=3, layers_block_type=["mamba", "hybrid", "hybrid"],
         num_attention_heads=4, num_key_value_heads=4, attention_head_dim=18, intermediate_size=52, mamba_d_state=10,
         mamba_headdim=12, n_mamba_heads=6, mamba_ngroups=1, num_mem_blocks=1, chunk_size=4, use_mem_rope=False,
         use_cache=False,
@@ -47,10 +47,10 @@ def zamba2() -> tuple[nn.Module, Draw]:
 
 def qwen3_next() -> tuple[nn.Module, Draw]:
     config = transformers.Qwen3NextConfig(
-        vocab_size=99, hidden_size=36, intermediate_size=50, num_hidden_layers=4, num_attention_heads=3,
+        vocab_size=99, hidden_size=36, intermediate_size=50, num_hidden_layers=2, num_attention_heads=3,
         num_key_value_heads=1, head_dim=16, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
         linear_value_head_dim=12, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
-        shared_expert_intermediate_size=28, use_cache=False,
+        shared_expert_intermediate_size=28, layer_types=["linear_attention", "full_attention"], use_cache=False,
     )  # fmt: skip
     return transformers.Qwen3NextForCausalLM(config), text
 

@@ -15,7 +15,6 @@ from pstar_sim.core.step import Kind, Place, Queue
 STEPS = 20
 FEW = {1: 4, 4: 3}  # micro-batches -> steps: the first, those that follow one, and another after an optimizer's state
 RELATIVE = 1e-6
-LAYERS = 2  # of transformers: with embeddings and a head, chunks before, between and behind
 TOLD_APART = (True, "step")  # checkpointing, update: what is run of each transformer where time is short
 
 
@@ -67,7 +66,7 @@ def trained(kit: Any, run: Any, key: tuple[Any, ...], *, steps: int, micro_batch
     """The run's reference, trained once for all policies; `key` is what it depends on beside the two numbers."""
     key = (*key, micro_batches, steps)
     if key not in TRAINED:
-        model, draw = kit.build(key[0], checkpointing=key[1], layers=LAYERS)
+        model, draw = kit.build(key[0], checkpointing=key[1])
         reference, batches, losses = run.reference, kit.batches(draw), []
         assert all(map(torch.equal, model.state_dict().values(), reference.model.state_dict().values()))
         for _ in range(steps):
@@ -122,7 +121,7 @@ def test_equals_plain_adamw_while_chunks_are_evicted(
     """Thinned (cases, steps_of) but for --whole."""
     clip = 0.5 if update == "step" else None
     way: Any = {"checkpointing": checkpointing, "update": update, "micro_batches": micro_batches, "clip": clip}
-    run = start(model, policy, layers=LAYERS, **way)
+    run = start(model, policy, **way)
     dropped = [s for s in run.plan.steps if s.kind in (Kind.DROP, Kind.FREE) and s.place is not Place.HOST]
     assert dropped, "the budget must force chunks off the gpu"
     steps = steps_of(policy, model, checkpointing, update, micro_batches, whole)
@@ -149,7 +148,7 @@ def test_zero_offload_sends_every_gradient_to_the_host(
     """Thinned (cases, steps_of) but for --whole."""
     clip = 0.5 if update == "step" else None
     way: Any = {"checkpointing": checkpointing, "update": update, "micro_batches": micro_batches, "clip": clip}
-    run = start(model, policy, layers=LAYERS, **way)
+    run = start(model, policy, **way)
     steps = steps_of(policy, model, checkpointing, update, micro_batches, whole)
     assert_equal_training(kit, run, model, checkpointing, clip, micro_batches, steps)
     w = run.plan.workload
@@ -180,7 +179,7 @@ def test_bf16_equals_adamw_over_fp32_master_weights(
     kit: Any, start: Callable[..., Any], whole: bool, policy: str, micro_batches: int, clip: float | None
 ) -> None:
     """Fewer steps without --whole, and one micro-batch with or without clipping by turns."""
-    run = start("gpt2", policy, layers=LAYERS, dtype=torch.bfloat16, micro_batches=micro_batches, clip=clip)
+    run = start("gpt2", policy, dtype=torch.bfloat16, micro_batches=micro_batches, clip=clip)
     steps = 8 if whole else 3
     mine, theirs = kit.train_both(
         run.model, run.reference, run.optimizer, run.batches, steps=steps, micro_batches=micro_batches

@@ -22,7 +22,7 @@ SPECS = {
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("spec", SPECS)
 def test_trains_as_plain_adamw(kit: Any, start: Callable[..., Any], spec: str, micro_batches: int) -> None:
-    run = start("gpt2", spec, checkpointing=True, micro_batches=micro_batches, clip=0.5)
+    run = start("gpt2", spec, checkpointing=True, micro_batches=micro_batches, clip=0.5, layers=3)
     assert SPECS[spec] <= {step.kind for step in run.plan.steps}
     mine, theirs = kit.train_both(
         run.model, run.reference, run.optimizer, run.batches, steps=STEPS, micro_batches=micro_batches

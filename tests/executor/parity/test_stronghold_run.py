@@ -33,7 +33,7 @@ def test_trains_as_plain_adamw(
     micro_batches: int,
     clip: float | None,
 ) -> None:
-    run = start(model, policy, micro_batches=micro_batches, update=update, clip=clip)
+    run = start(model, policy, micro_batches=micro_batches, update=update, clip=clip, layers=3)
     mine, theirs = kit.train_both(
         run.model, run.reference, run.optimizer, run.batches, steps=STEPS, micro_batches=micro_batches
     )

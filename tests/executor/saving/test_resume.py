@@ -50,7 +50,7 @@ def test_the_loss_curve_is_that_of_the_uninterrupted_run(
     update: str,
     dtype: torch.dtype,
 ) -> None:
-    options: Any = {"micro_batches": micro_batches, "update": update, "dtype": dtype, "layers": 2}
+    options: Any = {"micro_batches": micro_batches, "update": update, "dtype": dtype}
     whole = start("gpt2", policy, **options)
     curve = steps(kit, whole, SAVED_AFTER)
     whole.optimizer.save(tmp_path / "c")  # right behind step(): its updates are in flight, and are waited for

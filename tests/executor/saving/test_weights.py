@@ -267,7 +267,7 @@ def test_missing_extra_and_misshapen_tensors_are_named_in_one_error(kit: Any, tm
 
 def test_many_missing_tensors_are_counted(kit: Any, tmp_path: Path) -> None:
     safetensors.torch.save_file({"lm_head.weight": torch.zeros(96, 32)}, tmp_path / "model.safetensors")
-    refused(kit, "gpt2", tmp_path, r"39 of the model's tensors missing: .* and 35 more")
+    refused(kit, "gpt2", tmp_path, r"27 of the model's tensors missing: .* and 23 more")
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_buffers_that_no_file_holds_must_not_be_on_meta(kit: Any, tmp_path: Path
 
 def test_a_model_without_values_needs_weights(kit: Any) -> None:
     plan, _ = plan_of(kit, "gpt2", torch.float32)
-    with pytest.raises(WeightsError, match=r"40 parameters and buffers .* give prepare\(\.\.\., weights=FOLDER\)"):
+    with pytest.raises(WeightsError, match=r"28 parameters and buffers .* give prepare\(\.\.\., weights=FOLDER\)"):
         executor.prepare(empty_twin(kit, "gpt2"), plan, executor.AdamW())
 
 
