@@ -42,6 +42,7 @@ WASTE = 10.0  # weight in the score: share of padding
 GOOD = 0.2  # score at which no finer granule is tried
 MOST_SIZES = 96  # sizes that are scored per granule: bounds the time that a large model takes
 MOST_STARTS = 64  # tensors at which a run of a candidate's size may begin: bounds the time and the memory
+_SEARCHED = ("chunk bytes",)  # key of `Workload.derived`: the size for any ranks
 SMALL_BYTES = MIB  # tensors below this size stay resident
 SMALL_PART = 400  # in a small model, so do tensors below this part of it
 MOST_SMALL = 0.05  # unless all of them exceed this share: 600 thin layers must not all be resident
@@ -371,7 +372,8 @@ def size_near(workload: Workload, chunk_bytes: int) -> int:
 def _built(workload: Workload, chunk_bytes: int | None, ranks: int) -> Layout:
     small, large = _by_size(_in_order_of_first_use(workload))
     if chunk_bytes is None:
-        chunk_bytes = _search(large)
+        known = workload.derived.get(_SEARCHED)
+        chunk_bytes = workload.derived[_SEARCHED] = known if isinstance(known, int) else _search(large)
 
     packed: list[tuple[_Class, list[_Item], int]] = []  # class, items, elements
     for key, items in large.items():
@@ -478,7 +480,7 @@ def _search(classes: Mapping[_Class, Sequence[_Item]]) -> int:
         key: np.concatenate(([0], np.cumsum([item.padded for item in items]) * key.width)).astype(np.int64)
         for key, items in classes.items()
     }
-    padded = {key: [item.padded for item in items] for key, items in classes.items()}
+    padded = {key: np.array([item.padded for item in items], dtype=np.int64) for key, items in classes.items()}
     rows = [(numels, _ends(numels), key.width) for key, numels in padded.items()]
     best = (inf, 0)
     while True:
@@ -521,7 +523,7 @@ def _waste(classes: Mapping[_Class, Sequence[_Item]], size: int) -> float:
     return round(1 - used / held, 3) if held else 0.0
 
 
-def _score(classes: Iterable[tuple[Sequence[int], Sequence[int], int]], size: int, total: int, used: int) -> float:
+def _score(classes: Iterable[tuple[NDArray[np.int64], Sequence[int], int]], size: int, total: int, used: int) -> float:
     """A penalty: waste, bytes in oversize chunks, mean octaves from 64 to 128 MiB (1/64 to 1/32 of a smaller model); at
     least 1 for too much waste.
 
@@ -559,11 +561,12 @@ def _pack(items: Sequence[_Item], capacity: int) -> list[tuple[list[_Item], int]
     return chunks + oversize
 
 
-def _packed_numels(padded: Sequence[int], ends: Sequence[int], capacity: int) -> list[int]:
+def _packed_numels(padded: NDArray[np.int64], ends: Sequence[int], capacity: int) -> list[int]:
     capacity = _aligned(capacity)
-    oversize = [numel for numel in padded if numel > capacity]
+    over = padded > capacity
+    oversize: list[int] = padded[over].tolist()
     if oversize:
-        ends = _ends([numel for numel in padded if numel <= capacity])
+        ends = _ends(padded[~over])
     return [numel for _, _, numel in _cuts(ends, capacity)] + oversize
 
 
@@ -578,7 +581,7 @@ def _cuts(ends: Sequence[int], capacity: int) -> list[tuple[int, int, int]]:
     return chunks
 
 
-def _ends(padded: Sequence[int]) -> list[int]:
+def _ends(padded: Sequence[int] | NDArray[np.int64]) -> list[int]:
     ends: list[int] = np.cumsum(padded, dtype=np.int64).tolist()
     return ends
 
