@@ -82,8 +82,8 @@ class Window:
 
     gpu_free_bytes, host_free_bytes: when the window opens.
     stuck: (row, place, bytes wanted, bytes free) of the step that can never start.
-    periods_s: of each iteration that was tried.
-    starts_s: ops of the compute queue, from the begin of the window, empty if the search gave up.
+    periods_s: of each iteration tried.
+    starts_s: ops of the compute queue, from the begin of the window, empty if given up.
     """
 
     iteration_s: float
@@ -111,17 +111,17 @@ def choose(draft: Draft, *, limit_s: float = math.inf) -> Window:
 
 
 class _Chooser:
-    """Steps are numbered as in choose_columns.py. Lists with an entry per iteration grow as iterations open.
+    """Steps are numbered as in choose_columns.py. Lists with an entry per op grow as iterations open.
 
-    waits: row -> ops for which it still waits.
+    waits: op -> ops for which it still waits.
     over: op -> whether it has ended, or has no bytes.
     ready: queue -> heap of the ops that wait for nothing more.
-    unstarted: queue -> its ops in its iteration that have not started.
+    unstarted: queue -> ops of its iteration that have not started; beyond: the next's first.
     at: index in `Columns.compute` of the next op; position: through all iterations.
     """
 
     __slots__ = (
-        "ahead", "at", "begun", "clock", "columns", "current", "draft", "ended", "gpu_free", "host_free", "lap",
+        "ahead", "at", "begun", "beyond", "clock", "columns", "draft", "ended", "gpu_free", "host_free", "lap",
         "latest_s", "log", "over", "position", "ready", "started", "starts_s", "unstarted", "waits", "windows",
     )  # fmt: skip
 
@@ -134,19 +134,18 @@ class _Chooser:
         self.log: list[int] = []
         self.starts_s = [0.0] * len(c.compute)
         self.windows = _WindowLog(draft, c, self.log, limit_s)
-        self.waits: list[list[int]] = []
-        self.started: list[bytearray] = []
-        self.ended: list[bytearray] = []
-        self.over: list[bytearray] = []
+        self.waits: list[int] = []
+        self.started, self.ended, self.over = bytearray(), bytearray(), bytearray()
         self.ready: list[list[int]] = [[] for _ in range(c.queues)]
         self.unstarted = list(c.lengths)
-        self.current = [0] * c.queues
+        self.beyond = [c.count] * c.queues
         self.lap = self.at = self.position = 0
         self.latest_s = limit_s * (1 + ROUNDING)  # by this time the compute queue has to end its iteration
         self.begun: tuple[object, ...] = ()  # the state in which the latest iteration began
 
     def run(self) -> Window:
         columns, clock, ready, running = self.columns, self.clock, self.ready, self.clock.running
+        refused, until = ([-1] * columns.queues,) * 2 if self.ahead is None else (self.ahead.refused, self.ahead.until)
         self._open_iteration()
         self._open_iteration()
         self.windows.mark(0.0, self.gpu_free, self.host_free)
@@ -158,92 +157,89 @@ class _Chooser:
             # Whether a step that took no time has made room for, or freed, a queue that was looked at before.
             at_once = False
             for q in columns.others:
-                if ready[q] and running[q] < 0:
-                    at_once |= self._start_ready(q)
+                if ready[q] and running[q] < 0 and self._start_ready(q):
+                    at_once = True
             for q in columns.reserving:
-                if ready[q] and running[q] < 0:
+                if ready[q] and running[q] < 0 and (ready[q][0] != refused[q] or self.position > until[q]):
                     at_once |= self._start_ahead(q)
             if at_once:
                 continue
             q = clock.advance()
             if q < 0:
                 return self._stuck()
-            k, i = divmod(running[q], columns.count)
+            op = running[q]
             clock.vacate(q)
-            self._finish(i, k)
+            self._finish(op, op % columns.count)
 
     # -- iterations and steps --
 
     def _open_iteration(self) -> None:
-        c, ready, k = self.columns, self.ready, len(self.waits)
-        row = list(c.base_waits if k else c.first_waits)
-        opened = c.at_once if k else [i for i in c.by_rank if not row[i]]
-        for i in opened:
-            heappush(ready[c.queue_of[i]], k * c.count + c.rank[i])
-        if k:  # steps of the previous iteration that have ended already
-            previous = self.ended[k - 1]
-            for j, behind in c.successors.items():
-                if previous[j]:
-                    self._free(row, behind, k * c.count)
-        self.waits.append(row)
-        self.started.append(bytearray(c.count))
-        self.ended.append(bytearray(c.is_part))
-        self.over.append(bytearray(c.no_bytes))
+        c, ready, base = self.columns, self.ready, len(self.waits)
+        self.waits += c.base_waits if base else c.first_waits
+        for i in c.at_once if base else [i for i in c.by_rank if not self.waits[i]]:
+            heappush(ready[c.queue_of[i]], base + c.rank[i])
+        for j, behind in c.successors.items() if base else ():
+            if self.ended[base - c.count + j]:
+                self._free(behind, base)
+        self.started += bytes(c.count)
+        self.ended += c.is_part
+        self.over += c.no_bytes
         if self.ahead is not None:
             self.ahead.open_iteration()
 
-    def _free(self, waits: list[int], rows: Sequence[int], base: int) -> None:
-        rank, queue_of, ready = self.columns.rank, self.columns.queue_of, self.ready
+    def _free(self, rows: Sequence[int], base: int) -> None:
+        c, waits = self.columns, self.waits
         for j in rows:
-            waits[j] = waiting = waits[j] - 1
-            if not waiting and rank[j] >= 0:
-                heappush(ready[queue_of[j]], base + rank[j])
+            waits[base + j] = waiting = waits[base + j] - 1
+            if waiting:
+                continue
+            if c.rank[j] >= 0:
+                heappush(self.ready[c.queue_of[j]], base + c.rank[j])
+            elif j == c.gate:
+                self._free(c.followers[j], base)
 
-    def _start(self, q: int, i: int, k: int) -> bool:
+    def _start(self, q: int, op: int, i: int) -> bool:
         c = self.columns
         if q != COMPUTE:
             heappop(self.ready[q])
             self.unstarted[q] = rest = self.unstarted[q] - 1
             if not rest:
-                self.current[q] += 1
+                self.beyond[q] += c.count
                 self.unstarted[q] = c.lengths[q]
         self.gpu_free -= c.gpu_take[i]
         self.host_free -= c.host_take[i]
-        self.started[k][i] = 1
-        op = k * c.count + i
+        self.started[op] = 1
         self.log.append(2 * op)
-        seconds = c.seconds[i]
-        if seconds <= 0.0:
-            self._finish(i, k)
-            return True
-        self.clock.occupy(q, op, seconds)
-        return False
+        if c.seconds[i] > 0.0:
+            self.clock.occupy(q, op, c.seconds[i])
+            return False
+        self._finish(op, i)
+        return True
 
-    def _finish(self, i: int, k: int) -> None:
+    def _finish(self, op: int, i: int) -> None:
         c = self.columns
         self.gpu_free += c.gpu_free[i]
         self.host_free += c.host_free[i]
-        self.ended[k][i] = self.over[k][i] = 1
-        base = k * c.count
-        self.log.append(2 * (base + i) + 1)
+        self.ended[op] = self.over[op] = 1
+        self.log.append(2 * op + 1)
         self.position += c.is_position[i]
         if c.followers[i]:
-            self._free(self.waits[k], c.followers[i], base)
-        if i in c.successors and k + 1 < len(self.waits):
-            self._free(self.waits[k + 1], c.successors[i], base + c.count)
+            self._free(c.followers[i], op - i)
+        if i in c.successors and (base := op - i + c.count) < len(self.waits):
+            self._free(c.successors[i], base)
 
     # -- what can start --
 
     def _start_compute(self) -> Window | None:
         c, running = self.columns, self.clock.running
-        compute, gpu_take, host_take = c.compute, c.gpu_take, c.host_take
         while running[COMPUTE] < 0:
-            i, lap = compute[self.at], self.lap
-            if self.waits[lap][i] or gpu_take[i] > self.gpu_free or host_take[i] > self.host_free:
+            i = c.compute[self.at]
+            op = self.lap * c.count + i
+            if self.waits[op] or c.gpu_take[i] > self.gpu_free or c.host_take[i] > self.host_free:
                 return None
-            if c.banked[i] and not self._safe(i, lap):
+            if c.banked[i] and not self._safe(op, i):
                 return None
-            if self.at == 0 and lap > 0:
+            if self.at == 0 and self.lap > 0:
                 outcome = self._end_window()
                 if outcome is not None:
                     return outcome
@@ -251,69 +247,65 @@ class _Chooser:
                 self.windows.mark(self.clock.now + c.rest_s[self.at], self.gpu_free, self.host_free)
                 return self.windows.given_up()
             self.starts_s[self.at] = self.clock.now
-            self._start(COMPUTE, i, lap)
+            self._start(COMPUTE, op, i)
             self.at += 1
-            if self.at == len(compute):
-                self.at, self.lap = 0, lap + 1
-                if lap + 2 >= len(self.waits):
+            if self.at == len(c.compute):
+                self.at, self.lap = 0, self.lap + 1
+                if (self.lap + 1) * c.count >= len(self.waits):
                     self._open_iteration()
         return None
 
     def _start_ready(self, q: int) -> bool:
+        """Whether any step took no time."""
         c, ready, running = self.columns, self.ready[q], self.clock.running
-        gpu_take, host_take = c.gpu_take, c.host_take
         at_once = False
         while ready and running[q] < 0:
-            k, place = divmod(ready[0], c.count)
+            place = ready[0] % c.count
             i = c.by_rank[place]
-            if k > self.current[q] or host_take[i] > self.host_free or gpu_take[i] > self.gpu_free:
+            if ready[0] >= self.beyond[q] or c.host_take[i] > self.host_free or c.gpu_take[i] > self.gpu_free:
                 break
-            if c.banked[i] and not self._safe(i, k):
+            op = ready[0] - place + i
+            if c.banked[i] and not self._safe(op, i):
                 break
-            at_once |= self._start(q, i, k)
+            at_once |= self._start(q, op, i)
         return at_once
 
     def _start_ahead(self, q: int) -> bool:
-        """On a queue whose steps take bytes ahead of use: whether any step took no time."""
+        """As `_start_ready`, for bytes ahead of use."""
         c, ready, running, ahead = self.columns, self.ready[q], self.clock.running, self.ahead
         at_once = False
-        while ready and running[q] < 0:
-            if ahead is not None and ahead.was_refused(q, ready[0], self.position):
-                break
-            k, place = divmod(ready[0], c.count)
+        while ready and running[q] < 0 and ready[0] < self.beyond[q]:
+            place = ready[0] % c.count
             i = c.by_rank[place]
+            op = ready[0] - place + i
             size = c.gpu_take[i]
-            if k > self.current[q]:
-                break
             if ahead is not None and c.use[i] is not None:
                 upcoming = c.upcoming[self.at] if running[COMPUTE] < 0 else 0
-                if size + upcoming > self.gpu_free or not ahead.reserve(q, i, k, self.position, self.started):
+                if size + upcoming > self.gpu_free or not ahead.reserve(q, op, i, self.position, self.started):
                     break
-            elif size > self.gpu_free or not (ahead is not None or self._safe(i, k)):
+            elif size > self.gpu_free or not (ahead is not None or self._safe(op, i)):
                 break
             if ahead is not None:
-                ahead.refused[q] = (-1, -1)  # a step without room may be the most urgent step now
-            at_once |= self._start(q, i, k)
+                ahead.refused[q] = -1  # a step without room may be the most urgent step now
+            at_once |= self._start(q, op, i)
         return at_once
 
-    def _safe(self, i: int, k: int) -> bool:
+    def _safe(self, op: int, i: int) -> bool:
         """The banker's rule: could all earlier steps of the draft still run one by one if this one took its bytes
         now?"""
-        c = self.columns
+        c, on, off = self.columns, self.started, self.over
         gpu_left, host_left = self.gpu_free - c.gpu_take[i], self.host_free - c.host_take[i]
-        for lap in range(max(0, k - 1), k + 1):
-            on, off = self.started[lap], self.over[lap]
-            end = len(off) if lap < k else i
-            j = off.find(0, 0, end)
-            while j >= 0:
-                if not on[j]:
-                    gpu_left -= c.gpu_take[j]
-                    host_left -= c.host_take[j]
-                    if gpu_left < 0 or host_left < 0:
-                        return False
-                gpu_left += c.gpu_free[j]
-                host_left += c.host_free[j]
-                j = off.find(0, j + 1, end)
+        earlier = off.find(0, max(0, op - i - c.count), op)
+        while earlier >= 0:
+            j = earlier % c.count
+            if not on[earlier]:
+                gpu_left -= c.gpu_take[j]
+                host_left -= c.host_take[j]
+                if gpu_left < 0 or host_left < 0:
+                    return False
+            gpu_left += c.gpu_free[j]
+            host_left += c.host_free[j]
+            earlier = off.find(0, earlier + 1, op)
         return True
 
     # -- when it ends --
@@ -338,19 +330,19 @@ class _Chooser:
         """What determines the order after a mark, counted from the iteration before; empty while an older step is under
         way."""
         last = self.lap - 1
-        if last and 0 in self.ended[last - 1]:
-            return ()
         zero = last * self.columns.count
+        if 0 in self.ended[max(0, zero - self.columns.count) : zero]:
+            return ()
         return (
             self.gpu_free,
             self.host_free,
             self.position - last * self.columns.positions,
-            [list(row) for row in self.waits[last:]],
-            [bytes(ops) for ops in self.started[last:]],
-            [bytes(ops) for ops in self.ended[last:]],
+            self.waits[zero:],
+            self.started[zero:],
+            self.ended[zero:],
             [sorted([op - zero for op in ops]) for ops in self.ready],
             [op - zero if op >= 0 else op for op in self.clock.running],
-            [k - last for k in self.current[COMPUTE + 1 :]],
+            [op - zero for op in self.beyond[COMPUTE + 1 :]],
             list(self.unstarted),
             b"" if self.ahead is None else self.ahead.slack[self.position :].tobytes(),
         )
@@ -358,7 +350,7 @@ class _Chooser:
     def _stuck(self) -> Window:
         c, gpu_free, host_free = self.columns, self.gpu_free, self.host_free
         at = c.compute[self.at]
-        candidates = [at] if not self.waits[self.lap][at] else []
+        candidates = [at] if not self.waits[self.lap * c.count + at] else []
         candidates += [c.by_rank[queue[0] % c.count] for queue in self.ready if queue]
         if not candidates:
             raise ValueError("the draft's steps wait for each other in a circle")
@@ -374,57 +366,53 @@ class _RoomAhead:
     """[Note: fetching ahead]. The room at a position never grows.
 
     slack: at each position, through all iterations, bytes neither needed nor reserved.
-    urgent: queue -> (index into `Columns.fetch_order`, iteration) of its earliest unstarted step.
-    refused: queue -> the last step (as in `ready`) without room, and until which position.
+    urgent: queue -> (index into `Columns.fetch_order`, iteration's first op) of its earliest unstarted step.
+    refused: queue -> the last step (as in `ready`) without room; until: to which position.
     """
 
-    __slots__ = ("_base", "_columns", "_lead", "refused", "slack", "urgent")
+    __slots__ = ("_base", "_columns", "_lead", "refused", "slack", "until", "urgent")
 
     def __init__(self, draft: Draft, columns: Columns) -> None:
         self._columns, self._lead = columns, draft.lead_bytes
         self._base: NDArray[np.int64] = np.asarray(draft.room, dtype=np.int64)
         self.slack: NDArray[np.int64] = np.empty(0, dtype=np.int64)
         self.urgent = [(0, 0)] * columns.queues
-        self.refused = [(-1, -1)] * columns.queues
+        self.refused, self.until = [-1] * columns.queues, [-1] * columns.queues
 
     def open_iteration(self) -> None:
         self.slack = np.concatenate((self.slack, self._base))
 
-    def was_refused(self, q: int, step: int, position: int) -> bool:
-        refused, until = self.refused[q]
-        return refused == step and position <= until
-
-    def reserve(self, q: int, i: int, k: int, position: int, started: Sequence[bytearray]) -> bool:
-        """From `position` to the use of step i of iteration k, if there is room."""
+    def reserve(self, q: int, op: int, i: int, position: int, started: bytearray) -> bool:
+        """From `position` to the use of op (row i), if there is room."""
         c = self._columns
         use = c.use[i]
         assert use is not None
-        high = k * c.positions + use
+        high = op // c.count * c.positions + use
         if high <= position:
             return True
         size = c.gpu_take[i]
-        wanted = size if self._most_urgent(q, started) == (k, i) else size + self._lead
+        wanted = size if self._most_urgent(q, started) == op else size + self._lead
         span = self.slack[position:high]
-        if np.minimum.reduce(span) < wanted:
-            self.refused[q] = (k * c.count + c.rank[i], position + int((span < wanted).nonzero()[0][-1]))
+        if span[span.argmin()] < wanted:
+            self.refused[q], self.until[q] = op - i + c.rank[i], position + int((span < wanted).nonzero()[0][-1])
             return False
         span -= size
         return True
 
-    def _most_urgent(self, q: int, started: Sequence[bytearray]) -> tuple[int, int]:
+    def _most_urgent(self, q: int, started: bytearray) -> int:
         order = self._columns.fetch_order[q]
-        n, lap = self.urgent[q]
-        while started[lap][order[n]]:
+        n, base = self.urgent[q]
+        while started[base + order[n]]:
             n += 1
             if n == len(order):
-                n, lap = 0, lap + 1
-        self.urgent[q] = (n, lap)
-        return lap, order[n]
+                n, base = 0, base + self._columns.count
+        self.urgent[q] = (n, base)
+        return base + order[n]
 
 
 class _WindowLog:
     """log: starts and ends of ops, as numbers (choose_columns.py).
-    marks: of each window's end: time, length of the log, bytes free on the GPU and on the host.
+    marks: of each window's end: time, length of the log, bytes free on GPU and host.
     """
 
     __slots__ = ("_columns", "_draft", "limit_s", "log", "marks")

@@ -33,9 +33,9 @@ class Clock:
         self._sharing = [columns.shared and q in columns.on_dram for q in range(queues)]
         self._changed = False  # whether a step that shares something has started or ended at this instant
         # For queues that share something: nominal seconds still to do since `_settled_s`, speed from then on, and bytes
-        # of DRAM per second that the op wants.
+        # of DRAM per second that the op wants, -1 without one.
         self._rates_of: dict[tuple[float, ...], list[tuple[int, float]]] = {}
-        self._left, self._speed, self._demand = [0.0] * queues, [1.0] * queues, [0.0] * queues
+        self._left, self._speed, self._demand = [0.0] * queues, [1.0] * queues, [-1.0] * queues
 
     def occupy(self, q: int, op: int, seconds: float) -> None:
         self.running[q] = op
@@ -56,6 +56,7 @@ class Clock:
             self._stretch(1 / self._slow)
         if self._sharing[q]:
             self._changed = True
+            self._demand[q] = -1.0
 
     def _stretch(self, by: float) -> None:
         """[Note: compute beside collectives]"""
@@ -72,9 +73,8 @@ class Clock:
 
     def _retime(self) -> None:
         self._changed = False
-        now, running, left, speed, demand = self.now, self.running, self._left, self._speed, self._demand
+        now, left, speed, together = self.now, self._left, self._speed, tuple(self._demand)
         elapsed, self._settled_s = now - self._settled_s, now
-        together = tuple([demand[q] if running[q] >= 0 else -1.0 for q in self._columns.on_dram])
         rates = self._rates_of.get(together)
         if rates is None:
             rates = self._rates_of[together] = self._rates_together(together)
@@ -84,7 +84,7 @@ class Clock:
             self._until[q] = now + max(0.0, rest) / rate
 
     def _rates_together(self, together: Sequence[float]) -> list[tuple[int, float]]:
-        sharing = [q for q, demand in zip(self._columns.on_dram, together) if demand >= 0.0]
+        sharing = [q for q, demand in enumerate(together) if demand >= 0.0]
         copies = [q in (H2D, D2H) for q in sharing]
         demands = [demand for demand in together if demand >= 0.0]
         return [*zip(sharing, self._rates.speeds([QUEUES[q] for q in sharing], demands, copies, ())[0])]

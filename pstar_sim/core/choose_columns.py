@@ -38,36 +38,38 @@ class Columns:
     demand: op -> bytes of host DRAM per second.
     by_rank: these ops, by key.
     rank: op -> its place in `by_rank`, or -1.
-    banked: op -> whether it takes bytes that earlier steps may need (the banker's rule in choose.py).
+    banked: op -> whether it takes bytes that earlier steps may need (banker's rule).
+    gate: row behind the others that ends with `Draft.gate`, or -1.
     followers: op -> rows that wait for it in the same iteration.
     successors: op -> rows that wait for it in the next.
     base_waits: row -> ops for which it waits,
     first_waits: in the first iteration.
     upcoming: at each place of `compute`, bytes taken up to the next position.
-    rest_s: at each place of `compute`, nominal seconds to the end of the iteration.
+    rest_s: the same, nominal seconds to the iteration's end.
     reserving: queues that take bytes ahead of use.
     fetch_order: queue -> its ops that serve a position, by position.
     """
 
     __slots__ = (
         "at_once", "banked", "base_waits", "by_rank", "compute", "count", "demand", "fetch_order", "first_waits",
-        "followers", "gpu_free", "gpu_take", "host_free", "host_take", "is_part", "is_position", "lengths", "no_bytes",
-        "on_dram", "ops", "others", "parts", "positions", "queue_of", "queues", "rank", "reserving", "rest_s",
-        "seconds", "shared", "successors", "upcoming", "use",
+        "followers", "gate", "gpu_free", "gpu_take", "host_free", "host_take", "is_part", "is_position", "lengths",
+        "no_bytes", "on_dram", "ops", "others", "parts", "positions", "queue_of", "queues", "rank", "reserving",
+        "rest_s", "seconds", "shared", "successors", "upcoming", "use",
     )  # fmt: skip
 
     def __init__(self, draft: Draft) -> None:
         assert not draft.rates.slowdowns
         rows = draft.rows
-        self.count = len(rows)
+        self.gate = len(rows) if draft.gate else -1
+        self.count = len(rows) + bool(draft.gate)
         dram_bytes = self._read(rows)
         # Within two iterations, which may overlap, the host could run short.
         scarce = draft.room is None and 2 * sum(self.host_take) > draft.host_free_bytes
-        op_of = self._join(rows, scarce)
-        self.banked = [
-            draft.room is None and bool(gpu or (scarce and host)) for gpu, host in zip(self.gpu_take, self.host_take)
-        ]
-        self._link(rows, op_of)
+        op_of = self._join(rows)
+        self.banked, self.no_bytes = [False] * self.count, self.is_part
+        if draft.room is None:
+            self._bank(scarce)
+        self._link(draft, op_of)
         self._sort(rows, [i for i, op in enumerate(op_of) if i == op])
         self._look_ahead()
         self.on_dram = tuple(q for q in (H2D, D2H, ADAM, NVME, NVME_WRITE) if q < self.queues)
@@ -87,11 +89,11 @@ class Columns:
         self.host_take, self.host_free = [c.host_take for c in charges], [c.host_free for c in charges]
         return [charge.dram_bytes for charge in charges]
 
-    def _join(self, rows: Sequence[DraftRow], scarce: bool) -> list[int]:
-        """Per row, its op or the op it belongs to. Raises ValueError for a row that cannot be a part."""
+    def _join(self, rows: Sequence[DraftRow]) -> list[int]:
+        """Per row, its op. Raises ValueError for a row that cannot be a part."""
         self.parts: dict[int, list[int]] = {}
         op_of = list(range(len(rows)))
-        self.is_part = bytearray(len(rows))
+        self.is_part = bytearray(len(rows)) + bytes([1]) * (self.count - len(rows))
         for i, row in enumerate(rows):
             if row.behind is not None:
                 if not 0 <= row.behind < i or rows[row.behind].queue is not row.queue or row.after:
@@ -104,13 +106,17 @@ class Columns:
                 self.parts.setdefault(op, []).append(i)
                 self.gpu_free[op] += self.gpu_free[i]
                 self.host_free[op] += self.host_free[i]
-        self.no_bytes = bytearray(self.is_part)  # whether an op has no bytes on the GPU, or a host that may run short
-        for i in range(len(rows)):
-            if not (self.gpu_take[i] or self.gpu_free[i] or (scarce and (self.host_take[i] or self.host_free[i]))):
-                self.no_bytes[i] = 1
         return op_of
 
-    def _link(self, rows: Sequence[DraftRow], op_of: Sequence[int]) -> None:
+    def _bank(self, scarce: bool) -> None:
+        self.banked = [bool(gpu or (scarce and host)) for gpu, host in zip(self.gpu_take, self.host_take)]
+        self.no_bytes = bytearray(self.is_part)  # whether an op has no bytes on the GPU, or a host that may run short
+        for i in range(len(self.gpu_take)):
+            if not (self.gpu_take[i] or self.gpu_free[i] or (scarce and (self.host_take[i] or self.host_free[i]))):
+                self.no_bytes[i] = 1
+
+    def _link(self, draft: Draft, op_of: Sequence[int]) -> None:
+        rows = draft.rows
         self.followers: list[list[int]] = [[] for _ in rows]  # in the same iteration
         self.successors: dict[int, list[int]] = {}  # in the next iteration
         self.base_waits = [len(row.after) for row in rows]
@@ -123,6 +129,14 @@ class Columns:
                     self.first_waits[i] -= 1
                 else:
                     followers[op_of[j]].append(i)
+        if draft.gate:
+            followers.append([i for i, row in enumerate(rows) if row.gated])
+            for j in draft.gate:
+                followers[op_of[j]].append(self.gate)
+            for waits in (self.base_waits, self.first_waits):
+                waits.append(len(draft.gate))
+                for i in followers[self.gate]:
+                    waits[i] += 1
 
     def _sort(self, rows: Sequence[DraftRow], ops: Sequence[int]) -> None:
         queue_of = self.queue_of

@@ -31,8 +31,7 @@ class Charge(Struct, frozen=True):
 FREE = Charge()
 
 
-@dataclass(slots=True)
-class DraftRow:
+class DraftRow(Struct):
     """A step or a block of moments; -1 means none.
 
     moment: for a block, an Adam or a stash, the other fields determine it.
@@ -57,6 +56,7 @@ class DraftRow:
     is_position: bool = False
     block: int = -1
     stash: int = -1
+    gated: bool = False
 
 
 @dataclass(slots=True)
@@ -67,6 +67,7 @@ class Draft:
     rates: of copies and CPU Adam, without measured slow-downs.
     room: per position, bytes for fetches ahead of use.
     lead_bytes: see [Note: fetching ahead] in choose.py.
+    gate: rows for which gated rows wait.
     """
 
     rows: Sequence[DraftRow]
@@ -75,3 +76,4 @@ class Draft:
     rates: Rates
     room: Sequence[int] | None = None
     lead_bytes: int = 0
+    gate: Sequence[int] = ()

@@ -4,6 +4,7 @@ is played as a part of it."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from msgspec import structs
@@ -106,3 +107,19 @@ def test_what_follows_at_once_frees_its_bytes_with_the_row_before() -> None:
         (i, ended) for i in range(4) for ended in (False, True)
     ]
     assert {iteration for _, iteration, _ in window.events} == {0}
+
+
+def test_gated_rows_wait_for_every_row_of_the_gate() -> None:
+    free = Draft((), gpu_free_bytes=0, host_free_bytes=0, rates=Rates(dram_bytes_per_s=math.inf))
+    rows = [
+        DraftRow(Queue.COMPUTE, Kind.COMPUTE, charge=Charge(seconds=1.0)),
+        DraftRow(Queue.D2H, Kind.WRITEBACK, 0, charge=Charge(seconds=1.0), after=((0, 0),), key=(0.0,)),
+        DraftRow(Queue.D2H, Kind.DROP, 0, behind=1),
+        DraftRow(Queue.ADAM, Kind.CPU_ADD, 0, charge=Charge(seconds=3.0), after=((1, 0),), key=(1.0,)),
+        DraftRow(Queue.ADAM, Kind.CPU_UPDATE, 0, charge=Charge(seconds=1.0), key=(0.0,), gated=True),
+        DraftRow(Queue.COMPUTE, Kind.GPU_UPDATE, 1, charge=Charge(seconds=2.0), after=((0, 0),), gated=True),
+    ]
+    gated = choose(replace(free, rows=rows, gate=(2, 3)))
+    edges = [structs.replace(row, after=(*row.after, (2, 0), (3, 0))) if row.gated else row for row in rows]
+    assert gated.iteration_s == 7.0
+    assert list(gated.events) == list(choose(replace(free, rows=edges)).events)

@@ -260,9 +260,8 @@ class Course:
             if c in self.modes.pinned:
                 continue
             if job.ranks > 1:  # all ranks' slices of the gradient, until it is summed
-                sum_s = job.cost.collective_s(job.whole_bytes(c), c)
                 for _, _, last in job.uses.spans[c]:
-                    book(job.remote[c], self.at[job.block_of[last]] + 1, sum_s)
+                    book(job.remote[c], self.at[job.block_of[last]] + 1, job.gather_s[c])
             for last, size, down_s in job.leaving(c, streamed=c in self.updates, summed=c in self.modes.summed):
                 book(size, self.at[job.block_of[last]] + 1, LINGER_COPIES * down_s)
             if c in self.modes.spilt:

@@ -139,8 +139,7 @@ def _least_net_s(job: Job) -> float:
     """Each updated chunk is gathered once, its gradient summed in each micro-batch."""
     if job.ranks == 1:
         return 0.0
-    each = sum(job.cost.collective_s(job.whole_bytes(c), c) for c in job.candidates)
-    return each * (1 + job.workload.micro_batches)
+    return sum(job.gather_s[c] for c in job.candidates) * (1 + job.workload.micro_batches)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
 from pstar_sim.policy.kit.blocks import Stretch
 
 
-class UseGap(NamedTuple):
+class UseGap(Struct, frozen=True, order=True):
     """A chunk is used at `start` and next at `end`, in the next iteration if that is past the iteration's length: only
     a clean chunk can stay over it."""
 
@@ -31,12 +31,13 @@ def gaps_of(chunk: int, uses: Iterable[Stretch]) -> list[UseGap]:
 def held_over(gaps: Iterable[UseGap], sizes: Sequence[int], count: int) -> list[int]:
     """Bytes that stay over `gaps` at each of `count` positions."""
     change = [0] * (count + 1)
-    for begin, end, chunk in gaps:
-        change[begin + 1] += sizes[chunk]
+    for gap in gaps:
+        end, size = gap.end, sizes[gap.chunk]
+        change[gap.start + 1] += size
         if end > count:  # the gap continues at the beginning of the iteration
-            change[count] -= sizes[chunk]
-            change[0] += sizes[chunk]
-        change[end if end <= count else end - count] -= sizes[chunk]
+            change[count] -= size
+            change[0] += size
+        change[end if end <= count else end - count] -= size
     return list(accumulate(change[:count]))
 
 
@@ -105,13 +106,14 @@ def _offered_again(
 
     # Remove gaps over the border that do not fit at the beginning, where they were not on the heap yet.
     for gap in sorted((gap for gap in kept if gap.end > length), key=lambda g: -g.end):
-        if left[gap.start + 1 : gap.end].min(initial=0) < 0:
+        span = left[gap.start + 1 : gap.end]
+        if span.size and span[span.argmin()] < 0:
             book(gap, -sizes[gap.chunk])
             gone.add(gap)
             dropped.append(gap)
     for gap in sorted(dropped, key=lambda g: (g.end - g.start, g)):
         span = left[gap.start + 1 : gap.end]
-        if span.size and np.minimum.reduce(span) >= sizes[gap.chunk]:
+        if span.size and span[span.argmin()] >= sizes[gap.chunk]:
             book(gap, sizes[gap.chunk])
             gone.discard(gap)
     return {gap for gap in gaps if gap not in gone}

@@ -273,6 +273,11 @@ class Job:
         return self.sizes[chunk] + self.remote[chunk]
 
     @cached_property
+    def gather_s(self) -> list[float]:
+        """Per chunk."""
+        return [self.cost.collective_s(self.whole_bytes(c), c) for c in range(len(self.sizes))]
+
+    @cached_property
     def update_block(self) -> list[int]:
         """Chunk -> block behind which an eager update on the GPU runs, -1 without one."""
         return [self._update_block(c) if self.uses.updated(c) else -1 for c in range(len(self.sizes))]
@@ -282,7 +287,7 @@ class Job:
         n = self.block_of[max(self.uses.last_gradient(chunk), self.uses.touched[chunk][-1])]
         if self.ranks == 1:
             return n
-        left_s = self.cost.collective_s(self.whole_bytes(chunk), chunk)
+        left_s = self.gather_s[chunk]
         while left_s > 0 and n < len(self.blocks) - 1:
             n += 1
             left_s -= self.blocks[n].seconds

@@ -333,7 +333,7 @@ class Builder:
         for step in self._steps:
             before = ((last_on[step.queue], 0),) if step.queue in last_on else ()
             last_on[step.queue] = step.id
-            after = (*((ref.id, ref.back) for ref in step.after), *before)
+            after = (*[(ref.id, ref.back) for ref in step.after], *before)
             holdings.begin(step)
             gpu_most, host_most, _ = holdings.used_bytes
             if gpu_most - budgets[0] > shortest.missing_bytes:

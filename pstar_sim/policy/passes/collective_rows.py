@@ -92,7 +92,7 @@ class Collectives:
         """What ends before the gather for position n, so that others' slices take room only as long as they must;
         negative in the previous iteration."""
         job, ends, count = self._rows.schedule.job, self._ends_s, len(self._ends_s)
-        begin_s = (ends[n - 1] if n else 0.0) - GATHERS_AHEAD * job.cost.collective_s(job.whole_bytes(c), c)
+        begin_s = (ends[n - 1] if n else 0.0) - GATHERS_AHEAD * job.gather_s[c]
         if begin_s >= 0:
             return min(n, bisect_right(ends, begin_s)) - 1
         return max(n + 1, bisect_right(ends, begin_s + ends[-1])) - 1 - count

@@ -93,13 +93,16 @@ class DraftRows:
         is_position: bool = False,
         block: int = -1,
         stash: int = -1,
+        gated: bool = False,
     ) -> int:
         """charge: of a row that handles no list."""
         here = len(self.rows)
         if charge is None:
             charge = self._charges.of(kind, chunk, list_name)
         self.rows.append(
-            DraftRow(queue, kind, chunk, list_name, moment, charge, after, key, behind, use, is_position, block, stash)
+            DraftRow(
+                queue, kind, chunk, list_name, moment, charge, after, key, behind, use, is_position, block, stash, gated
+            )
         )
         if queue is Queue.COMPUTE:
             self._last_computed = here

@@ -38,6 +38,7 @@ def memory_edges(
         written yet does not pile up.
     """
     slots, lengths = slots_of(steps)
+    window_events = list(window.events)
     edges: dict[int, list[Ref]] = {}
     for take, free, room in (
         ("gpu_take", "gpu_free", window.gpu_free_bytes),
@@ -47,7 +48,7 @@ def memory_edges(
         frees = [getattr(row.charge, free) for row in rows]
         events = [
             ByteMove(ends[i][1], k, -frees[i]) if done else ByteMove(ends[i][0], k, takes[i])
-            for i, k, done in window.events
+            for i, k, done in window_events
             if (frees[i] if done else takes[i])
         ]
         if take == "host_take" and host_as_predicted:

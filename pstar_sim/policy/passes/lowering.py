@@ -91,5 +91,6 @@ def _draft(rows: DraftRows, updates: UpdateRows) -> Draft:
         - trips_bytes(job, modes),
         room=schedule.room,
         lead_bytes=schedule.lead_bytes,
+        gate=rows.last_adds,
         rates=job.cost.rates(measured=False),
     )

@@ -15,12 +15,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+
+from msgspec import Struct
 
 from pstar_sim.core.step import Ref
 
 
-class ByteMove(NamedTuple):
+class ByteMove(Struct, frozen=True):
     """`step` of iteration w + `iteration` takes `take` bytes, or frees -`take`."""
 
     step: int
@@ -28,7 +29,7 @@ class ByteMove(NamedTuple):
     take: int
 
 
-class QueueSlot(NamedTuple):
+class QueueSlot(Struct, frozen=True):
     queue: str
     position: int
 

@@ -110,9 +110,9 @@ class UpdateRows:
     def update(self, c: int, waits: Sequence[int]) -> int:
         """A position of its own."""
         rows = self._rows
-        after = ends_of((*waits, *rows.last_adds, *((rows.sum_of[c],) if c in rows.sum_of else ())))
+        after = ends_of((*waits, *((rows.sum_of[c],) if c in rows.sum_of else ())))
         charge = rows.charge_of_update(Kind.GPU_UPDATE, c)
-        here = rows.add(Queue.COMPUTE, Kind.GPU_UPDATE, c, charge=charge, after=after, is_position=True)
+        here = rows.add(Queue.COMPUTE, Kind.GPU_UPDATE, c, charge=charge, after=after, is_position=True, gated=True)
         rows.gpu_update_of[c] = here
         return here
 
@@ -149,14 +149,13 @@ class UpdateRows:
     def _update_resident(self, c: int) -> None:
         rows, schedule = self._rows, self._rows.schedule
         job = schedule.job
-        after: After = () if job.barrier is None or self._barrier_waited_for else ends_of(rows.last_adds)
+        gated = job.barrier is not None and not self._barrier_waited_for
         self._barrier_waited_for = True
-        if c in rows.sum_of:
-            after += ((rows.sum_of[c], 0),)
+        after: After = ((rows.sum_of[c], 0),) if c in rows.sum_of else ()
         if (c, "param") in rows.release_of:
             gone: After = ((rows.release_of[c, "param"], 0),)
             rows.add(Queue.COMPUTE, Kind.ALLOC, c, "param", job.uses.last_gradient(c), after=gone)
-        rows.gpu_update_of[c] = rows.add(Queue.COMPUTE, Kind.GPU_UPDATE, c, after=after)
+        rows.gpu_update_of[c] = rows.add(Queue.COMPUTE, Kind.GPU_UPDATE, c, after=after, gated=gated)
 
     def close(self) -> None:
         """CPU Adam. Parameters that stay are copied down from the list where the next iteration's gradients arrive,
@@ -170,12 +169,11 @@ class UpdateRows:
                 *((rows.add_of[c],) if c in rows.add_of else ()),
                 *((last_block,) if schedule.updates_wait else ()),
             ]
-            waits += [row for row in rows.last_adds if row != rows.add_of[c]]
             waits += self.disks.read(c).values()
             key = self.disks.adam_key(c) or adam_key(schedule.adam, uses, c)
             charge = rows.charge_of_update(Kind.CPU_UPDATE, c)
             rows.cpu_update_of[c] = rows.add(
-                Queue.ADAM, Kind.CPU_UPDATE, c, charge=charge, after=ends_of(waits), key=key
+                Queue.ADAM, Kind.CPU_UPDATE, c, charge=charge, after=ends_of(waits), key=key, gated=True
             )
             for name in (*job.states_of(c), "param", "grad32"):
                 self.disks.write(c, name, rows.cpu_update_of[c])

@@ -57,8 +57,10 @@ def _steps(b: Builder, schedule: Schedule, draft: Draft, window: Window) -> list
         length = blocks[n].last - blocks[n].first + 1 if n >= 0 else 1
         ends[i] = (total, total + length - 1)
         total += length
+    gate = {rows[j].queue: Ref(ends[j][1]) for j in sorted(draft.gate, key=ends.__getitem__)}  # the last of each queue
     for i in order:
         after = [Ref(ends[j][1], back) for j, back in rows[i].after]
+        after += gate.values() if rows[i].gated else ()
         if rows[i].block < 0:
             step_of(b, rows[i], after)
             continue
