@@ -139,22 +139,24 @@ def shortage(
 
     loading, others: as in `memory_need`.
     """
-    try:
-        memory_need(policy, workload, machine, settings, loading=loading, others=others, fewest=False)
-    except DoesNotFit as short:
-        if others is OTHERS:
-            _refused(workload, machine, settings, loading).add(policy)
-        return short
-    return None
+    known = _refused(workload, machine, settings, loading) if others is OTHERS else {}
+    if policy not in known:
+        try:
+            memory_need(policy, workload, machine, settings, loading=loading, others=others, fewest=False)
+        except DoesNotFit as short:
+            known[policy] = short.restated()  # whose frames hold nothing
+    return known.get(policy)
 
 
-def _refused(workload: Workload, machine: Machine, settings: Settings, loading: Loading) -> set[str | Policy]:
-    """Known to have no room."""
+_Refusals = dict[str | Policy, DoesNotFit]
+
+
+def _refused(workload: Workload, machine: Machine, settings: Settings, loading: Loading) -> _Refusals:
     known = workload.derived.setdefault(_REFUSED, {})
     assert isinstance(known, dict)
-    _, policies = known.setdefault((id(machine), settings, loading), (machine, set()))
-    refused: set[str | Policy] = policies  # the machine is kept, so no other has its id
-    return refused
+    _, refusals = known.setdefault((id(machine), settings, loading), (machine, _Refusals()))
+    found: _Refusals = refusals  # the machine is kept, so no other has its id
+    return found
 
 
 def with_room(
@@ -429,7 +431,7 @@ def memory_need(
     asked_of = others if able.tries_others and refusal is not None else None
 
     def need_of_others() -> Need | None:
-        known = set() if fewest else _refused(workload, machine, settings, loading)
+        known = {} if fewest else _refused(workload, machine, settings, loading)
         rest = [one for one in asked_of or () if one != policy and not leaves_out(one, workload, machine, settings)]
         rest = [one for one in rest if one not in known]
         return _need_of_any(rest, workload, machine, settings, loading, fewest)
