@@ -18,7 +18,7 @@ from itertools import accumulate
 
 from pstar_sim.core.effects import frees, takes
 from pstar_sim.core.plan import Plan, Resident
-from pstar_sim.core.step import Place
+from pstar_sim.core.step import EFFECTS, Place
 
 ALIGN_BYTES = 256
 PAGE_BYTES = 4096
@@ -47,8 +47,8 @@ def pack_slabs(sizes: Iterable[tuple[tuple[int, str], int]], *, largest_bytes: i
     A slab is at least as large as the largest payload. The last shrink to their contents.
     """
     sizes = list(sizes)
-    rooms = [(key, size) for key, size in sizes if size and _is_room(key)]
-    packed = _least([(key, size) for key, size in sizes if not _is_room(key)], largest_bytes)
+    rooms = [(key, size) for key, size in sizes if size and is_room(key)]
+    packed = _least([(key, size) for key, size in sizes if not is_room(key)], largest_bytes)
     where = {key: (number, 0) for number, (key, _) in enumerate(rooms, start=len(packed.slab_bytes))}
     return HostRoom(packed.where | where, (*packed.slab_bytes, *(_power_of_two(size) for _, size in rooms)))
 
@@ -124,10 +124,23 @@ def stash_key(block: str) -> tuple[int, str]:
     return -1, f"stash of {block}"
 
 
-def _passing(plan: Plan) -> set[tuple[int, str]]:
-    taken = (takes(step) for step in plan.steps if step.chunk is not None)
-    residents = (touched.resident for touched in taken if touched is not None)
-    return {(r.chunk, r.list) for r in residents if r.place is Place.HOST}
+_Moves = list[tuple[Resident, bool]]  # taken (True) or freed on the host, in the plan's order
+
+
+def _host_moves(plan: Plan) -> _Moves:
+    moves: _Moves = []
+    for step in plan.steps:
+        effect = EFFECTS[step.kind]
+        for touch, touched, comes in ((effect.takes, takes, True), (effect.frees, frees, False)):
+            if touch is None or step.chunk is None or (touch.place or step.place) is not Place.HOST:
+                continue
+            if (row := touched(step)) is not None:
+                moves.append((row.resident, comes))
+    return moves
+
+
+def _passing(moves: _Moves) -> set[tuple[int, str]]:
+    return {(r.chunk, r.list) for r, comes in moves if comes}
 
 
 def _at_cut(plan: Plan) -> set[tuple[int, str]]:
@@ -136,7 +149,7 @@ def _at_cut(plan: Plan) -> set[tuple[int, str]]:
 
 def pooled_payloads(plan: Plan) -> set[tuple[int, str]]:
     """(chunk, list) that take rooms from the pool."""
-    return _passing(plan) - _at_cut(plan) if plan.nvme_budget_bytes else set()
+    return _passing(_host_moves(plan)) - _at_cut(plan) if plan.nvme_budget_bytes else set()
 
 
 class Pool:
@@ -194,7 +207,10 @@ def _in_pages(size_bytes: int) -> int:
 
 def pool_rooms(plan: Plan) -> dict[tuple[int, str], int]:
     """Key -> bytes."""
-    moves = _pool_moves(plan)
+    return _rooms(_pool_moves(plan, _host_moves(plan)))
+
+
+def _rooms(moves: Sequence[tuple[Resident, int, bool]]) -> dict[tuple[int, str], int]:
     room_bytes = _power_of_two(max((size for _, size, _ in moves), default=1))
     ends = least = _ends(moves, room_bytes)
     while len(ends) > 1 and room_bytes < LARGEST_SLAB_BYTES:
@@ -206,24 +222,20 @@ def pool_rooms(plan: Plan) -> dict[tuple[int, str], int]:
 
 def pool_peak_bytes(plan: Plan) -> int:
     """The most at a time in the plan's order, in whole pages."""
-    changes = (_in_pages(size) if comes else -_in_pages(size) for _, size, comes in _pool_moves(plan))
+    moves = _pool_moves(plan, _host_moves(plan))
+    changes = (_in_pages(size) if comes else -_in_pages(size) for _, size, comes in moves)
     return max(accumulate(changes), default=0)
 
 
-def _pool_moves(plan: Plan) -> list[tuple[Resident, int, bool]]:
-    passing, layout = pooled_payloads(plan), plan.layout
+def _pool_moves(plan: Plan, host_moves: _Moves) -> list[tuple[Resident, int, bool]]:
+    pooled = _passing(host_moves) - _at_cut(plan) if plan.nvme_budget_bytes else set()
     moves: list[tuple[Resident, int, bool]] = []
     held: set[Resident] = set()
-    for step in plan.steps if passing else ():
-        taken, freed = takes(step), frees(step)
-        row = None if taken is None else taken.resident
-        if row is not None and row.place is Place.HOST and (row.chunk, row.list) in passing and row not in held:
-            held.add(row)
-            moves.append((row, layout.payload_bytes(row.chunk, row.list), True))
-        row = None if freed is None else freed.resident
-        if row is not None and row in held:
-            held.discard(row)
-            moves.append((row, layout.payload_bytes(row.chunk, row.list), False))
+    for row, comes in host_moves if pooled else ():
+        if comes is (row in held) or (comes and (row.chunk, row.list) not in pooled):
+            continue
+        (held.add if comes else held.discard)(row)
+        moves.append((row, plan.layout.payload_bytes(row.chunk, row.list), comes))
     return moves
 
 
@@ -241,14 +253,16 @@ def pool_key(number: int) -> tuple[int, str]:
     return -2 - number, "passing"
 
 
-def _is_room(key: tuple[int, str]) -> bool:
+def is_room(key: tuple[int, str]) -> bool:
     return key[0] <= pool_key(0)[0]
 
 
 def host_payloads(plan: Plan) -> dict[tuple[int, str], int]:
     """(chunk, list) -> bytes with an address of its own, with room for stashes (`stash_key`) and the pool's rooms."""
-    sizes = {stash_key(block): size for block, size in plan.workload.stash_room} | pool_rooms(plan)
-    for chunk, list_name in sorted((_at_cut(plan) | _passing(plan)) - pooled_payloads(plan)):
+    host_moves = _host_moves(plan)
+    moves, own = _pool_moves(plan, host_moves), _at_cut(plan) | _passing(host_moves)
+    sizes = {stash_key(block): size for block, size in plan.workload.stash_room} | _rooms(moves)
+    for chunk, list_name in sorted(own.difference((row.chunk, row.list) for row, _, _ in moves)):
         sizes[chunk, list_name] = plan.layout.payload_bytes(chunk, list_name)
     return sizes
 

@@ -36,7 +36,7 @@ from functools import partial
 from pstar_sim.catalog.machine import Gpu, Machine
 from pstar_sim.core.ledger import PLACES, Holdings
 from pstar_sim.core.plan import ANY_PLAN, STASHES, Plan, Settings
-from pstar_sim.core.slabs import host_payloads, pack_slabs, pool_key, pool_rooms, stash_key
+from pstar_sim.core.slabs import host_payloads, is_room, pack_slabs, pool_key, stash_key
 from pstar_sim.core.step import Place
 from pstar_sim.core.workspace import (
     WORKSPACE,
@@ -54,7 +54,7 @@ from pstar_sim.policy.kit.facts import facts_of
 from pstar_sim.policy.kit.iteration_order import in_order
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.schedule import Modes
-from pstar_sim.policy.kit.sharing import plan_once
+from pstar_sim.policy.kit.sharing import once_for_steps, plan_once
 from pstar_sim.policy.optimal import leaves_out
 from pstar_sim.policy.passes.feasibility import check_gpu, check_host
 from pstar_sim.policy.registry import Policy, built_in, can, find_policy, policy_name
@@ -232,7 +232,7 @@ def _least_rounded(policy: str | Policy, workload: Workload, machine: Machine, s
 
 
 def _shrunk(plan_on: Callable[[Machine], Plan], plan: Plan, machine: Machine, loading: Loading) -> Plan | None:
-    """The plan, or one for less host memory, that has room; None after a few tries."""
+    """The plan, or one for less, with room, or None."""
     budget_bytes, short = machine.host_budget_bytes, _shortage_of(plan, machine, loading)
     for _ in range(MOST_SHORT):
         if short is None:
@@ -360,7 +360,7 @@ def _nearest_the_whole(
 
 
 def _surely_short(plan: Plan, loading: Loading) -> bool:
-    """Without a simulation, which says what passes, and slabs."""
+    """Without a simulation and slabs."""
     w, machine = plan.workload, plan.machine
     beside = max(_buffer_bytes(plan), 0 if machine.unified else loading.startup_bytes(w, machine.local_ranks))
     return sum(host_payloads(plan).values()) + beside > machine.host_budget_bytes
@@ -379,7 +379,7 @@ def _at_most(refusal: DoesNotFit, startup_bytes: int) -> Need:
 
 
 def _wanted_bytes(refusal: DoesNotFit, budget_bytes: int) -> int:
-    """Of the host, after a refusal with this budget: named, or guessed from what has no room on the disks."""
+    """Of the host, named or guessed by a refusal with this budget."""
     return {"host": refusal.needed_bytes, "nvme": budget_bytes + refusal.short_bytes}.get(refusal.place, 0)
 
 
@@ -494,7 +494,8 @@ def _need_of_any(
 
 
 def need_of_plan(plan: Plan, loading: Loading = WHOLE) -> Need:
-    need = _need(plan.policy, _host_sizes(plan), plan.workload, plan.machine, loading, pins=plan.modes.count("pin"))
+    sizes, pins = once_for_steps(plan, _host_sizes), plan.modes.count("pin")
+    need = _need(plan.policy, sizes, plan.workload, plan.machine, loading, pins=pins)
     return replace(need, buffer_bytes=_buffer_bytes(plan), workspace_bytes=_workspace_bytes(plan), plan=plan)
 
 
@@ -519,10 +520,10 @@ def _need(
 
 def _host_sizes(plan: Plan) -> dict[tuple[int, str], int]:
     sizes = host_payloads(plan)
-    if not (pool := pool_rooms(plan)):
+    if not (rooms := sum(map(is_room, sizes))):
         return sizes
     most = play(plan).peak_bytes["host"] - _buffer_bytes(plan) - _workspace_bytes(plan) - sum(sizes.values())
-    return sizes | {pool_key(len(pool)): max(0, most)}
+    return sizes | {pool_key(rooms): max(0, most)}
 
 
 def _buffer_bytes(plan: Plan) -> int:

@@ -14,7 +14,7 @@ from pstar_sim.core.workspace import without_workspace, workspace_bytes
 from pstar_sim.cost import cost_of
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.family.pace import period_s
-from pstar_sim.policy.kit.sharing import plan_once, plans_shared
+from pstar_sim.policy.kit.sharing import once_for_steps, plan_once, plans_shared
 from pstar_sim.policy.registry import find_policy
 
 EAGER = Settings(update="eager", clip=False, effort=0.2)
@@ -47,6 +47,25 @@ def test_inside_a_plan_is_followed_once_by_whoever_asks_unless_its_seconds_chang
         slower = replace(machine, ranks=(replace(machine.ranks[0], link=link),))
         assert period_s(replace(plan, machine=slower)) > first.iteration_s
     assert follow_once(plan, member) is not first
+
+
+def test_what_steps_need_is_asked_once_wherever_the_plan_moves() -> None:
+    workload, machine = ps.preset("1B", batch=2, seq=256), ps.machine("rtx4090")
+    asked = list[Plan]()
+
+    def steps_of(plan: Plan) -> int:
+        asked.append(plan)
+        return len(plan.steps)
+
+    with plans_shared(workload):
+        plan = plan_once(find_policy("tide"), workload, machine, EAGER)
+        moved = replace(plan, host_budget_bytes=plan.host_budget_bytes + 1)
+        assert once_for_steps(plan, steps_of) == once_for_steps(moved, steps_of) == len(plan.steps)
+        assert asked == [plan]
+        other = plan_once(find_policy("patrickstar"), workload, machine, EAGER)
+        assert once_for_steps(other, steps_of) == len(other.steps)
+    once_for_steps(plan, steps_of)
+    assert asked == [plan, other, plan]
 
 
 def test_who_shares_first_shares_longest() -> None:

@@ -17,7 +17,7 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.family.attempt import Attempt, attempt, burden_of
 from pstar_sim.policy.family.course import Knobs
-from pstar_sim.policy.family.disks import disks_s, fastest_apart, fastest_on_disks, with_disks
+from pstar_sim.policy.family.disks import disks_s, fastest_apart, fastest_on_disks, least_disks_s, with_disks
 from pstar_sim.policy.family.pace import faster_in_parts
 from pstar_sim.policy.family.pins import PinFacts, iteration_bounds, most_pins_of, pin_facts
 from pstar_sim.policy.family.residency import gaps_of
@@ -61,6 +61,7 @@ class Asynchronous:
     ) -> None:
         self.point = point = point or Point()
         self.job = Job(name, in_order(name, workload, point.order), machine, settings, point)
+        self._attempts: dict[tuple[Modes, Knobs], Attempt] = {}
 
     @cached_property
     def _facts(self) -> PinFacts:
@@ -108,7 +109,8 @@ class Asynchronous:
             nonlocal error
             if not 0 <= p <= most or p in attempts:
                 return
-            if attempts and least_s[p] > min(a.iteration_s for a in attempts.values()) * (1 + AS_FAST):
+            surely_s = max(least_s[p], disks_s(g, self._modes(p))) if attempts else 0.0
+            if attempts and surely_s > min(a.iteration_s for a in attempts.values()) * (1 + AS_FAST):
                 return
             if (reason := self._refusal(p)) is not None:
                 error = error or reason
@@ -142,7 +144,7 @@ class Asynchronous:
     def _on_disks(self, first: Attempt, most: int) -> Attempt:
         """With states there whole or apart, whichever is faster, and more pins or fewer."""
         whole = self._with_pins(first, most)
-        best = fastest_apart(whole, lambda modes: attempt(self.job, modes, whole.knobs))
+        best = fastest_apart(whole, lambda modes: self._once(modes, whole.knobs))
         return best if best is whole else self._with_pins(best, most)
 
     def _with_pins(self, best: Attempt, most: int) -> Attempt:
@@ -150,7 +152,7 @@ class Asynchronous:
             while step:
                 pins, before = best.pins + step, best
                 if 0 <= pins <= most and self._refusal(pins) is None:
-                    made = attempt(self.job, self._modes(pins, best.modes.host_states), best.knobs)
+                    made = self._once(self._modes(pins, best.modes.host_states), best.knobs)
                     best = fastest_on_disks([best, made]) if made.fits else best
                 step = int(step / 2) if best is before else 2 * step
         return best
@@ -191,8 +193,9 @@ class Asynchronous:
             best = min(asked, most)
             return best, most, max(float(bounds[best]), disks_s(self.job, self._modes(best)))
         least_s, best = math.inf, 0
-        for pins in np.argsort(bounds, kind="stable").tolist():
-            if bounds[pins] > least_s:
+        surely_s = np.maximum(bounds, least_disks_s(self.job)[: most + 1])
+        for pins in np.argsort(surely_s, kind="stable").tolist():
+            if surely_s[pins] > least_s:
                 break
             seconds = max(float(bounds[pins]), disks_s(self.job, self._modes(pins)))
             least_s, best = min((least_s, best), (seconds, pins))
@@ -208,9 +211,14 @@ class Asynchronous:
             return reason
         return None
 
+    def _once(self, modes: Modes, knobs: Knobs, like: Attempt | None = None) -> Attempt:
+        if (modes, knobs) not in self._attempts:
+            self._attempts[modes, knobs] = attempt(self.job, modes, knobs, like=like)
+        return self._attempts[modes, knobs]
+
     def _attempt(self, pins: int, *, linger: bool = True, like: Attempt | None = None) -> Attempt:
         g = self.job
-        made = attempt(g, self._modes(pins), Knobs(linger=linger), like=like)
+        made = self._once(self._modes(pins), Knobs(linger=linger), like)
         if made.window.stuck is not None:
             op, place, wanted, free = made.window.stuck
             raise AssertionError(

@@ -10,12 +10,15 @@ from operator import itemgetter
 from statistics import median
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pstar_sim.policy.family.attempt import Attempt
 from pstar_sim.policy.family.pace import period_s
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.schedule import TRIPS, Modes
 from pstar_sim.policy.kit.ties import least_of
-from pstar_sim.policy.passes.feasibility import IN_FLIGHT, in_flight, needed_on_disks, needed_on_host
+from pstar_sim.policy.passes.feasibility import IN_FLIGHT, held_on_host, in_flight, needed_on_disks, needed_on_host
 from pstar_sim.workload.optimizers import MASTER_LIST
 
 LARGE = 2  # chunks so many times as large as the median chunk come last, because the host needs room for several
@@ -170,6 +173,15 @@ def disks_s(job: Job, modes: Modes) -> float:
         seconds += _sums_s(job) * sum(job.layout.payload_bytes(c, "grad32") for c in modes.sums_on_disks)
     if modes.wholly_on_disks:
         seconds += _working_s(job) * sum(job.sizes[c] for c in modes.wholly_on_disks)
+    return seconds
+
+
+def least_disks_s(job: Job) -> NDArray[np.float64]:
+    """Of `disks_s`, by number of pins."""
+    pinned = np.cumsum([0, *(job.permanent[c] for c in job.candidates)])
+    states = np.cumsum([0, *(job.states_bytes(c) for c in job.candidates)])
+    short = held_on_host(job, frozenset()) - job.machine.host_budget_bytes - pinned
+    seconds: NDArray[np.float64] = disk_s(job) * np.clip(short, 0, states[-1] - states)
     return seconds
 
 

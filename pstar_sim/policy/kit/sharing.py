@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.follow import RECORDS
@@ -19,6 +20,7 @@ _PLANS = ("plans",)
 _LEAST = ("least seconds",)  # key of the same, for (policy, settings, id of the machine) -> (machine, seconds)
 _MOST_RECORDS = 4  # a plan is followed when it is made, when its memory is asked for, and when it is shown
 
+T = TypeVar("T")
 Function = Callable[[Workload, Machine, Settings], Plan]
 
 
@@ -68,6 +70,17 @@ def known_s(plan: Plan) -> float | None:
     known = plan.workload.derived.get(_PLANS)
     _, seconds = known.get(id(plan.steps), (None, None)) if isinstance(known, dict) else (None, None)
     return seconds
+
+
+def once_for_steps(plan: Plan, of: Callable[[Plan], T]) -> T:
+    """As `plan_once`, for the plan's steps."""
+    known = plan.workload.derived.get(_PLANS)
+    if not isinstance(known, dict):
+        return of(plan)
+    if (of, id(plan.steps)) not in known:
+        known[of, id(plan.steps)] = plan.steps, of(plan)  # kept, so no other steps have their id
+    answer: T = known[of, id(plan.steps)][1]
+    return answer
 
 
 def remember_least_s(
