@@ -230,7 +230,7 @@ def _with_disks(
     if able.point is not None:
         steps = _steps_of_family(able.point, workload, machine, rounded, loading, most_bytes)
     plan_on = _asking(plan_with, rounded)
-    found = None if steps is None else _down(plan_on, workload, machine, loading, steps)
+    found = None if steps is None else _down(plan_on, workload, machine, loading, steps, slowly=able.point is not None)
     if found is None:
         any_on = _asking(plan_with, replace(rounded, effort=ANY_PLAN)) if able.searches else plan_on
         plan = _from_disks(plan_on, any_on, machine, loading)
@@ -285,6 +285,8 @@ def _down(
     machine: Machine,
     loading: Loading,
     steps: _Steps,
+    *,
+    slowly: bool = False,
 ) -> tuple[Plan, _Steps] | None:
     """None if refused or too small."""
     budget_bytes, refused_bytes = steps
@@ -299,10 +301,13 @@ def _down(
             break
         need = need_of_plan(plan, loading)
         if need.host_bytes <= machine.host_budget_bytes:
-            if min(machine.host_budget_bytes - need.host_bytes, refused_bytes - budget_bytes) > close_bytes:
+            if min(machine.host_budget_bytes - need.host_bytes, refused_bytes - budget_bytes) > 2 * close_bytes:
                 break
             return _moved(plan, machine), (budget_bytes, refused_bytes)
-        budget_bytes, refused_bytes = _less(need, budget_bytes, machine) - more_bytes, budget_bytes
+        next_bytes = _less(need, budget_bytes, machine)
+        if slowly:  # a plan for a little less may round up far less
+            next_bytes = max(next_bytes, budget_bytes - close_bytes)
+        budget_bytes, refused_bytes = next_bytes - more_bytes, budget_bytes
         more_bytes = max(2 * more_bytes, close_bytes >> 3)
     return None
 
