@@ -243,6 +243,7 @@ class TestRecording:
 
 
 class TestAnswers:
+    @pytest.mark.whole
     def test_a_worker_that_fails_says_why_and_leaves(
         self, load: Callable[[str], Any], tmp_path: Path, python: str
     ) -> None:
