@@ -5,14 +5,12 @@ A module may outlive its session, which is held weakly.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import types
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -75,15 +73,7 @@ def guard_model(model: nn.Module, loop: Loop, end_after_training: Callable[[], b
         if loop is not None:
             loop.zero_grad(set_to_none)
 
-    def saved(self: nn.Module, *args: Any) -> None:
-        loop = keeper()
-        read_behind = loop is not None and not loop.state.closed  # by `_current_values`; torch would read them, too
-        with torch._C.DisableTorchFunctionSubclass() if read_behind else contextlib.nullcontext():
-            nn.Module._save_to_state_dict(self, *args)
-
     for module in model.modules():
-        if type(module)._save_to_state_dict is nn.Module._save_to_state_dict and not module._state_dict_hooks:
-            undo.append(override(module, "_save_to_state_dict", types.MethodType(saved, module)))
         for name, function in (
             ("_apply", moved),
             ("load_state_dict", loaded),

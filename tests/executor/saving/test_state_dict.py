@@ -11,7 +11,6 @@ import torch
 
 import executor
 from executor.capture import capture_module
-from executor.session.reader import Reader
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import ContractError, PlanError
 
@@ -122,38 +121,6 @@ def test_a_state_that_is_not_adamws_is_refused_before_anything_changes(kit: Any,
         for number, row in before["state"].items()
         for key, value in row.items()
     )
-
-
-def test_each_value_of_a_models_state_dict_is_read_once(
-    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On several ranks each reading is two meetings."""
-    run, read, plain = start("gpt2", "tide"), list[int](), Reader.value_now
-
-    def noted(reader: Reader, tensor: int) -> torch.Tensor:
-        read.append(tensor)
-        return plain(reader, tensor)
-
-    monkeypatch.setattr(Reader, "value_now", noted)
-    values = run.model.state_dict()
-    assert same_values(values, run.reference.model)
-    assert len(read) == len(values)
-
-
-def test_a_hook_that_was_there_before_has_values(kit: Any) -> None:
-    model, draw = kit.build("mlp")
-    twin = copy.deepcopy(model)
-    w = kit.workload_of(model, draw(torch.Generator().manual_seed(9)))
-
-    def rename(module: torch.nn.Module, values: dict[str, torch.Tensor], prefix: str, _: Any) -> None:
-        values["renamed"] = values.pop(f"{prefix}weight")
-
-    model.layers[0].register_state_dict_post_hook(rename)
-    plan = kit.tight_plan("tide", w, Settings(clip=False))
-    _, optimizer = executor.prepare(model, plan, executor.AdamW(**SHAPE), watchdog_s=5.0)
-    values = model.state_dict()
-    optimizer.session.close(restore=False)
-    assert torch.equal(values["renamed"], twin.layers[0].weight) and "layers.0.weight" not in values
 
 
 def test_hooks_of_the_optimizer_are_called(kit: Any, start: Callable[..., Any]) -> None:
