@@ -134,3 +134,24 @@ def test_hooks_of_the_optimizer_are_called(kit: Any, start: Callable[..., Any]) 
     run.optimizer.load_state_dict(run.optimizer.state_dict())
     assert called == ["before saving", "got 1", "after loading"]
     assert not run.optimizer.state  # states live in chunks, not here
+
+
+class Summed(torch.nn.Linear):
+    def get_extra_state(self) -> float:
+        return float(self.weight.detach().norm())
+
+    def set_extra_state(self, state: float) -> None: ...
+
+
+def test_extra_state_of_a_module_reads_its_parameters(kit: Any) -> None:
+    model, draw = kit.build("mlp")
+    for module in model.modules():
+        if type(module) is torch.nn.Linear:
+            module.__class__ = Summed
+    before = {name: value.clone() if torch.is_tensor(value) else value for name, value in model.state_dict().items()}
+    plan = kit.tight_plan("tide", kit.workload_of(model, draw(torch.Generator().manual_seed(9))), Settings(clip=False))
+    _, optimizer = executor.prepare(model, plan, executor.AdamW(lr=1e-2), watchdog_s=5.0)
+    now = model.state_dict()
+    optimizer.session.close(restore=False)
+    assert list(now) == list(before)
+    assert all(torch.equal(torch.as_tensor(now[name]), torch.as_tensor(value)) for name, value in before.items())
