@@ -19,7 +19,7 @@ from pstar_sim.workload.workload import Workload
 
 T = TypeVar("T")
 
-_BUDGETED = ("other host budgets",)  # key of `Workload.derived`
+_INSIDE = ("host without workspace",)  # key of `Workload.derived`
 WORKSPACE = "workspace"  # the buffer's name
 PIECE_BYTES = 4 << 20  # of a value on its way between a file and a list
 BUFFERS_BYTES = 1 << 20  # of all threads that read or write disks, for what is no whole page
@@ -67,20 +67,17 @@ def with_host_budget(machine: Machine, budget_bytes: int) -> Machine:
     return replace(machine, host=replace(machine.host, memory_bytes=memory))
 
 
-def budgeted(workload: Workload, machine: Machine, budget_bytes: int) -> Machine:
-    """One object for the same three."""
-    known = workload.derived.setdefault(_BUDGETED, {})
-    assert isinstance(known, dict)
-    if (id(machine), budget_bytes) not in known:  # the machine is kept, so no other has its id
-        known[id(machine), budget_bytes] = machine, with_host_budget(machine, budget_bytes)
-    where: Machine = known[id(machine), budget_bytes][1]
-    return where
-
-
 def without_workspace(workload: Workload, machine: Machine) -> Machine:
+    """One object for the same two, with disks."""
     if machine.nvme is None:
         return machine
-    return budgeted(workload, machine, max(1, machine.host_budget_bytes - workspace_bytes(workload)))
+    known = workload.derived.setdefault(_INSIDE, {})
+    assert isinstance(known, dict)
+    if id(machine) not in known:
+        budget_bytes = max(1, machine.host_budget_bytes - workspace_bytes(workload))
+        known[id(machine)] = machine, with_host_budget(machine, budget_bytes)  # kept, so no other machine has its id
+    inside: Machine = known[id(machine)][1]
+    return inside
 
 
 def beside_workspace(

@@ -12,7 +12,6 @@ from pstar_sim.collector import without_garbage_collection
 from pstar_sim.core.effects import NON_MODEL
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.timeline import Timeline
-from pstar_sim.core.workspace import with_host_budget
 from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.planner.asked import OnPart, asked_names, settings_of, teller
@@ -41,7 +40,7 @@ from pstar_sim.policy.kit.ties import AS_FAST
 from pstar_sim.policy.optimal import leaves_out
 from pstar_sim.policy.registry import built_in, can, can_follow, find_policy
 from pstar_sim.sim.play import play
-from pstar_sim.workload.loading import EACH_FP32, IN_PLACE, Loading, loading_of
+from pstar_sim.workload.loading import EACH_FP32, Loading, loading_of
 from pstar_sim.workload.mixing import block_runs
 from pstar_sim.workload.workload import Workload
 
@@ -382,10 +381,6 @@ class Asked:
         if self.said or m.local_ranks == 1 or most_bytes <= m.host_budget_bytes:
             return None
         others = OTHERS if startup_bytes <= m.host_budget_bytes else None  # else no policy has room
-        if others is None and m.nvme is not None:  # payloads that do not go to disks are the least
-            bare = shortage(row.policy, w, with_host_budget(m, 1), self.settings, loading=IN_PLACE, others=None)
-            if bare is None or bare.place == "host":
-                return startup_bytes + (0 if bare is None else bare.needed_bytes) - m.host_budget_bytes
         short = shortage(row.policy, w, m, self.settings, loading=EACH_FP32, others=others)
         return None if short is None else short.short_bytes
 

@@ -13,10 +13,10 @@
 If a plan takes too much, the policy plans for a host with less memory (`with_room`), unless its plans count all of this
 (`Capabilities.counts_host`).
 
-[Note: less of the host, more on disks] Each plan is for as much less of the host as the last one lacks: the family's
-without a search (ANY_PLAN), then the policy's, in chunks that pinning rounds up least. If one is refused or leaves over
-1 / 2 ** CLOSE, the smallest plan, for the least memory that refusals name, decides. If it has room, up to HALVES plans
-without a search look for the most memory.
+[Note: less of the host, more on disks] With disks, the smallest plan is that for the least memory for which the policy
+plans at all, which refusals of the host name. If it has no room, none has, and its need is the answer. If it has, plans
+made without a search (ANY_PLAN) look for the most memory with room, until 1 / 2 ** CLOSE of the host is left or HALVES
+plans are made. The policy searches for that memory alone, with the chunk size that pinning rounds up least.
 
 [Note: payloads that pass through the host] A plan that uses disks needs slabs for the payloads that never leave the
 host and, for those that pass through it, the pool of core/slabs.py, to which the executor adds rooms where the disks
@@ -42,20 +42,17 @@ from pstar_sim.core.workspace import (
     WORKSPACE,
     beside_workspace,
     beyond_all,
-    budgeted,
     planned_beside_workspace,
     with_host_budget,
     workspace_bytes,
 )
 from pstar_sim.errors import DoesNotFit, PstarError
-from pstar_sim.policy.family.asynchronous import Asynchronous
 from pstar_sim.policy.family.pins import most_pins_of
-from pstar_sim.policy.family.searched import as_left_open, jobs_of_sizes
+from pstar_sim.policy.family.searched import jobs_of_sizes
 from pstar_sim.policy.kit.capabilities import Capabilities
 from pstar_sim.policy.kit.facts import facts_of
 from pstar_sim.policy.kit.iteration_order import in_order
 from pstar_sim.policy.kit.job import Job
-from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.schedule import Modes
 from pstar_sim.policy.kit.sharing import once_for_steps, plan_once
 from pstar_sim.policy.optimal import leaves_out
@@ -65,9 +62,6 @@ from pstar_sim.sim.play import play
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.loading import WHOLE, Loading
 from pstar_sim.workload.workload import Workload
-
-_Steps = tuple[int, int]  # host budgets: one that may have room, and the least known to have none, or the whole
-_STEPS = ("host budgets of the family",)  # key of `Workload.derived`
 
 MOST_SHORT = 6  # refusals in a row: payloads, rounding and start-up of the host, then the GPU
 HALVES = 5  # plans between one that has room and one that has none
@@ -176,13 +170,24 @@ def with_room(
 ) -> Plan:
     """A plan that the host has room to run ([Note: what the host really has to give]). Raises DoesNotFit."""
 
-    able, plan_on = can(policy), _asking(plan_with, settings)
+    def planner(asked: Settings) -> Callable[[Machine], Plan]:
+        return lambda where: plan_with(where, asked)
+
+    plan_on, able = planner(settings), can(policy)
     if machine.nvme is not None and not able.counts_host:
 
-        def beside_disks(inside: Machine) -> Plan:
-            return _with_disks(plan_with, policy, workload, inside, settings, loading)
+        def from_disks(inside: Machine) -> Plan:
+            if settings.any_will_do or not able.searches:
+                return _from_disks(plan_on, plan_on, inside, loading)
+            if _may_have_room(policy, workload, inside, settings, loading):
+                plan = plan_on(inside)
+                if _shortage_of(plan, inside, loading) is None:
+                    return plan
+            rounded = replace(settings, chunk_bytes=_least_rounded(policy, workload, inside, settings))
+            plan = _from_disks(planner(rounded), planner(replace(rounded, effort=ANY_PLAN)), inside, loading)
+            return replace(plan, settings=settings)
 
-        return planned_beside_workspace(beside_disks, workload, machine)
+        return planned_beside_workspace(from_disks, workload, machine)
     plan = plan_on(machine)
     if able.counts_host:
         return plan
@@ -198,45 +203,6 @@ def with_room(
             return _moved(smaller, machine)
     assert refusal is not None
     raise refusal
-
-
-def _asking(plan_with: Callable[[Machine, Settings], Plan], settings: Settings) -> Callable[[Machine], Plan]:
-    return lambda where: plan_with(where, settings)
-
-
-def _with_disks(
-    plan_with: Callable[[Machine, Settings], Plan],
-    policy: str | Policy,
-    workload: Workload,
-    machine: Machine,
-    settings: Settings,
-    loading: Loading,
-) -> Plan:
-    """[Note: less of the host, more on disks]. Raises DoesNotFit."""
-    able, plan_on = can(policy), _asking(plan_with, settings)
-    if settings.any_will_do or not able.disks:
-        return _from_disks(plan_on, plan_on, machine, loading)
-    whole = machine.host_budget_bytes
-    most_bytes = max(1, whole - loading.startup_bytes(workload, machine.local_ranks))
-    surely_on_disks = beyond_all(workload, with_host_budget(machine, most_bytes), disks=False)
-    if not surely_on_disks and _may_have_room(policy, workload, machine, settings, loading):
-        need = need_of_plan(plan_on(machine), loading)
-        if host_shortage(need, machine) is None:
-            assert need.plan is not None
-            return need.plan
-        most_bytes = min(most_bytes, _less(need, whole, machine))
-    rounded = replace(settings, chunk_bytes=_least_rounded(policy, workload, machine, settings))
-    steps: _Steps | None = most_bytes, whole
-    if able.point is not None:
-        steps = _steps_of_family(able.point, workload, machine, rounded, loading, most_bytes)
-    plan_on = _asking(plan_with, rounded)
-    found = None if steps is None else _down(plan_on, workload, machine, loading, steps, slowly=able.point is not None)
-    if found is None:
-        any_on = _asking(plan_with, replace(rounded, effort=ANY_PLAN)) if able.searches else plan_on
-        plan = _from_disks(plan_on, any_on, machine, loading)
-    else:
-        plan = found[0]
-    return replace(plan, settings=settings)
 
 
 def _may_have_room(
@@ -279,73 +245,13 @@ def _shrunk(plan_on: Callable[[Machine], Plan], plan: Plan, machine: Machine, lo
     return None
 
 
-def _down(
-    plan_on: Callable[[Machine], Plan],
-    workload: Workload,
-    machine: Machine,
-    loading: Loading,
-    steps: _Steps,
-    *,
-    slowly: bool = False,
-) -> tuple[Plan, _Steps] | None:
-    """None if refused or too small."""
-    budget_bytes, refused_bytes = steps
-    close_bytes = machine.host_budget_bytes >> CLOSE
-    more_bytes = close_bytes >> 3 if refused_bytes < machine.host_budget_bytes else 0
-    for _ in range(MOST_SHORT):
-        if budget_bytes <= 0:
-            break
-        try:
-            plan = plan_on(budgeted(workload, machine, budget_bytes))
-        except DoesNotFit:
-            break
-        need = need_of_plan(plan, loading)
-        if need.host_bytes <= machine.host_budget_bytes:
-            if min(machine.host_budget_bytes - need.host_bytes, refused_bytes - budget_bytes) > 2 * close_bytes:
-                break
-            return _moved(plan, machine), (budget_bytes, refused_bytes)
-        next_bytes = _less(need, budget_bytes, machine)
-        if slowly:  # a plan for a little less may round up far less
-            next_bytes = max(next_bytes, budget_bytes - close_bytes)
-        budget_bytes, refused_bytes = next_bytes - more_bytes, budget_bytes
-        more_bytes = max(2 * more_bytes, close_bytes >> 3)
-    return None
-
-
-def _less(need: Need, budget_bytes: int, machine: Machine) -> int:
-    """Budget that may have room, or needs disks."""
-    assert need.plan is not None
-    if not need.plan.nvme_budget_bytes:
-        return need.payload_bytes - 1
-    return budget_bytes - (need.host_bytes - machine.host_budget_bytes)
-
-
-def _steps_of_family(
-    point: Point, workload: Workload, machine: Machine, settings: Settings, loading: Loading, most_bytes: int
-) -> _Steps | None:
-    plain = replace(point, capacity=Point().capacity, streams=False, sums=False)
-    asked = as_left_open(replace(settings, effort=ANY_PLAN), workload, machine)
-    known = workload.derived.setdefault(_STEPS, {})
-    assert isinstance(known, dict)
-    key = id(machine), asked, loading, plain, most_bytes
-    if key not in known:
-
-        def plan_on(where: Machine) -> Plan:
-            return Asynchronous("family", workload, where, asked, point=plain).plan()
-
-        found = _down(plan_on, workload, machine, loading, (most_bytes, most_bytes + 1))
-        known[key] = machine, None if found is None else found[1]  # kept, so no other machine has its id
-    of_family: _Steps | None = known[key][1]
-    return of_family
-
-
 def _from_disks(
     plan_on: Callable[[Machine], Plan],
     any_on: Callable[[Machine], Plan],
     machine: Machine,
     loading: Loading,
 ) -> Plan:
-    """Raises DoesNotFit.
+    """[Note: less of the host, more on disks]. Raises DoesNotFit.
 
     any_on: without a search.
     """

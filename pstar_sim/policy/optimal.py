@@ -24,7 +24,7 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.plan_set import slices_as
 from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError
 from pstar_sim.policy.family.pace import period_s
-from pstar_sim.policy.family.searched import SearchResult, as_left_open, own_plans
+from pstar_sim.policy.family.searched import SearchResult, own_plans
 from pstar_sim.policy.kit.capabilities import Capabilities, capabilities_of
 from pstar_sim.policy.kit.iteration_order import ORDERS, in_order, order_of
 from pstar_sim.policy.kit.options import Option, one_of, specified
@@ -154,7 +154,6 @@ def _others(
 ) -> Iterator[SearchResult]:
     """Without layer-major policies unless searched, and those whose closed form a found plan beats."""
     best_s = min((f.seconds for f in own), default=math.inf)
-    settings = as_left_open(settings, workload, machine)
     for name, policy in _rivals(sliced=machine.data_parallel_size > 1).items():
         able = capabilities_of(policy)
         if _in_another_order(able, workload, orders):

@@ -53,7 +53,6 @@ WHOLE = Loading()
 """Assumed where nothing says how."""
 EACH_FP32 = Loading(way="each", dtype=MASTER)
 """The most that a framework needs: FSDP, without efficient loading."""
-IN_PLACE = Loading(way="in-place")
 
 
 def loading_of(value: Loading | str | None) -> Loading:

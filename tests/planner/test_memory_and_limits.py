@@ -37,7 +37,7 @@ from pstar_sim.report.capacity_tables import fits_text
 from pstar_sim.report.tables import format_size
 from pstar_sim.testing import MIB, chain_workload, round_machine
 from pstar_sim.units import GB, MB, format_bytes
-from pstar_sim.workload.loading import EACH_FP32, WHOLE, loading_of
+from pstar_sim.workload.loading import WHOLE, loading_of
 from pstar_sim.workload.lora import packed_bytes
 from pstar_sim.workload.presets import preset, workload_of
 from pstar_sim.workload.workload import repeat_micro_batch, with_optimizer
@@ -356,52 +356,6 @@ def test_with_disks_few_of_the_plans_are_searched_for_most_of_the_host() -> None
     assert efforts.count(settings.effort) <= 2 and len(efforts) <= 10
     assert plan.check().peak_bytes["nvme"] > 0 and (plan.settings, plan.machine) == (settings, m)
     assert 0.8 * m.host_budget_bytes <= need_of_plan(plan).host_bytes <= m.host_budget_bytes
-
-
-def test_the_room_beside_disks_is_looked_for_once_for_the_family() -> None:
-    w, settings, hosts = preset("1B", batch=1, seq=64), ps.Settings(effort=0.02), dict[str, list[ps.Machine]]()
-    m = beside_disks("9GB", 100 * GB, gpu="4GB")
-    for policy in ("tide", "static_partition", "optimal"):
-        asked = hosts.setdefault(policy, [])
-
-        def plan_with(where: ps.Machine, settings: ps.Settings, policy: str = policy) -> ps.Plan:
-            assert settings.effort == 0.02
-            hosts[policy].append(where)
-            return find_policy(policy)(w, where, settings)
-
-        plan = with_room(plan_with, policy, w, m, settings)
-        assert len(asked) <= 2 and (plan.settings, plan.machine) == (settings, m)
-        assert 0.97 * m.host_budget_bytes <= need_of_plan(plan).host_bytes <= m.host_budget_bytes
-    assert hosts["tide"][0] is hosts["static_partition"][0] is hosts["optimal"][0] is not m
-
-
-@pytest.mark.parametrize("policy", ["karma", "stronghold"])
-def test_what_a_plan_beside_disks_lacks_is_taken_from_the_host_of_the_next(policy: str) -> None:
-    w, settings, plans = preset("1B", batch=1, seq=64), ps.Settings(), list[ps.Plan]()
-
-    def plan_with(where: ps.Machine, asked: ps.Settings) -> ps.Plan:
-        plans.append(find_policy(policy)(w, where, asked))
-        return plans[-1]
-
-    m = beside_disks("9GB", 100 * GB, gpu="4GB")
-    plan = with_room(plan_with, policy, w, m, settings)
-    budgets = [one.host_budget_bytes for one in plans]
-    assert budgets == sorted(budgets, reverse=True) and len(budgets) <= 5
-    assert plan.steps is plans[-1].steps and plan.machine is m
-    assert 0.9 * m.host_budget_bytes <= need_of_plan(plan).host_bytes <= m.host_budget_bytes
-
-
-def test_where_each_process_loads_more_than_the_host_the_lack_is_that_of_the_least_payloads() -> None:
-    w, node = preset("1B", batch=8, seq=64), memory_needs._with_gpu_budget(ps.machine("a100-40x8"), 4 * GB)
-    m = replace(node, host=replace(node.host, memory_bytes=node.host.reserved_bytes + 8 * 3 * GB))
-    answer = ps.fits(w, m, policies=["stronghold"], near=None)
-    (row,) = answer.rows
-    startup_bytes = EACH_FP32.startup_bytes(answer.workload, 8)
-    assert row.fits and startup_bytes > m.host_budget_bytes
-    with pytest.raises(ps.DoesNotFit) as refusal:
-        find_policy("stronghold")(answer.workload, with_host_budget(m, 1), ps.Settings())
-    least_bytes = refusal.value.needed_bytes + workspace_bytes(answer.workload)
-    assert row.loading_short_bytes == startup_bytes + least_bytes - m.host_budget_bytes
 
 
 def test_a_policy_that_leaves_the_disks_alone_is_asked_for_its_smallest_plan_alone() -> None:

@@ -119,12 +119,6 @@ def jobs_of_sizes(name: str, workload: Workload, machine: Machine, settings: Set
         yield over.job(layout)
 
 
-def as_left_open(settings: Settings, workload: Workload, machine: Machine) -> Settings:
-    """Without the usual chunk size."""
-    usual = build_layout(workload, ranks=machine.data_parallel_size, sums=settings.sums)
-    return replace(settings, chunk_bytes=None) if usual.chunk_bytes == settings.chunk_bytes else settings
-
-
 class _Sizes:
     """Until a plan is good enough, or the effort or every search is exhausted.
 
