@@ -192,6 +192,7 @@ OTHER_NUMBERS = {
     "NEAR": "how much of a bound its search may lose",
     "MOST_MICRO_BATCHES": "a limit of the question",
     "MOST_SPLITS_NAMED": "length of a message",
+    "_MOST_RECORDS": "a limit of memory: timelines that are kept",
     "MOST_PARTS": "a limit of the number of steps that no job here reaches",
     "LEAST_BYTES": "a limit that no job here reaches: below it the latency of copies counts",
 }
