@@ -514,9 +514,9 @@ def _limits(
         guess = (near or {}).get(policy_name(policy))
         others = {name: limit for name, limit in found.items() if name in built_in()}
         known = [largest for largest, _ in others.values()] if from_others else []
-        least = max(known, default=0) if can(policy).tries_others else 0
-        begin = max(known, default=0) or first
-        limit = _largest(partial(ask, policy), most, first=begin, near=guess, known=known, least=least)
+        deepest = max(known, default=0)
+        least = deepest if can(policy).tries_others else 0
+        limit = _largest(partial(ask, policy), most, first=deepest or first, near=guess, known=known, least=least)
         if can(policy).tries_others:
             limit = _others_go_on(limit, others, lambda name: partial(ask, name), most)
         found[policy_name(policy)] = limit if confirmed is None else confirmed(policy, limit)

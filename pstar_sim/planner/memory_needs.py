@@ -432,8 +432,8 @@ def memory_need(
 
     def need_of_others() -> Need | None:
         known = {} if fewest else _refused(workload, machine, settings, loading)
-        rest = [one for one in asked_of or () if one != policy and not leaves_out(one, workload, machine, settings)]
-        rest = [one for one in rest if one not in known]
+        untried = (one for one in asked_of or () if one != policy and one not in known)
+        rest = [one for one in untried if not leaves_out(one, workload, machine, settings)]
         return _need_of_any(rest, workload, machine, settings, loading, fewest)
 
     if not fewest and (need := need_of_others()):
