@@ -406,6 +406,16 @@ class Run:
 
 
 @pytest.fixture(autouse=True)
+def _little_effort(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of `offload` are sought with little effort, too."""
+
+    def planned(policy: str, w: Workload, machine: Machine, settings: Settings) -> Plan:
+        return plan_to_run(policy, w, machine, replace(settings, effort=LITTLE_EFFORT))
+
+    monkeypatch.setattr("executor.offloading.plan_to_run", planned)
+
+
+@pytest.fixture(autouse=True)
 def _streams(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With --streams: every virtual accelerator that a test does not make itself has streams."""
     if not request.config.getoption("--streams"):

@@ -103,7 +103,8 @@ def summed_plan(w: Workload, settings: Settings, ranks: int, *, spill: bool) -> 
 
 
 def settings_of(case: dict[str, Any]) -> Settings:
-    return Settings(update="eager" if case.get("eager") else "step", clip=case.get("clip") is not None)
+    update = "eager" if case.get("eager") else "step"
+    return Settings(update=update, clip=case.get("clip") is not None, effort=kit.LITTLE_EFFORT)
 
 
 @functools.cache

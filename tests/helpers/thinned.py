@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["half"]
+__all__ = ["by_turns", "half"]
 
 
 def half(*factors: Sequence[Any]) -> list[Any]:
@@ -18,4 +18,14 @@ def half(*factors: Sequence[Any]) -> list[Any]:
     return [
         pytest.param(*(value for _, value in row), marks=[pytest.mark.whole] if sum(n for n, _ in row) % 2 else [])
         for row in rows
+    ]
+
+
+def by_turns(rows: Sequence[tuple[Any, ...]], ways: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Returns the rows of `pytest.mark.parametrize` for each row in each way. Without --whole a row runs in one of
+    them, the next in another."""
+    return [
+        pytest.param(*row, *way, marks=[pytest.mark.whole] if (number + turn) % len(ways) else [])
+        for number, row in enumerate(rows)
+        for turn, way in enumerate(ways)
     ]

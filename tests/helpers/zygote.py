@@ -226,6 +226,7 @@ def ready(address: str) -> socket.socket:
     gc.collect()
     gc.freeze()  # what was imported: no process goes through it when it ends
     gc.enable()
+    gc.set_threshold(20_000, 20, 20)  # as in the process of the tests
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address + ".new")
     listener.listen(16)

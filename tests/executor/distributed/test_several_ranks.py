@@ -2,7 +2,7 @@
 are the plan's; also on accelerators with asynchronous streams, collectives on one of their own, all with random delays.
 Between two iterations the ranks may evaluate different modules, in another order, different numbers of batches, or
 nothing: each gets bit by bit what one process gets, and training goes on as if nothing had been. The processes are
-started once for all cases (rank_worker.py, apart.py)."""
+started once for all cases (rank_worker.py, apart.py). 46 of 80 without --whole: WITH_WHOLE, on_streams."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CASES: list[dict[str, Any]] = [
     for number, (policy, spec) in enumerate(POLICIES.items())
     for setting in ("accumulated", "eager" if number % 2 else "clip")
 ]
-CASES += [  # the slowest by far: ON_FOUR has another on streams
+CASES += [  # the slowest by far
     {"name": "zero3_offload-4-accumulated", "ranks": 4, "policy": POLICIES["zero3_offload"], **SETTINGS["accumulated"]},
 ]
 CASES += [
@@ -115,6 +115,13 @@ APART: list[dict[str, Any]] = [
     {"name": "experts apart", "ranks": 2, "policy": "tide", "apart": "numbers", "model": "experts"},
     {"name": "nothing is sliced", "ranks": 2, "policy": "all_on_gpu", "apart": "modules"},
 ]
+WITH_WHOLE = {
+    "zero_offload-2-eager", "patrickstar-2-accumulated", "zero3_resident-2-accumulated", "tide-2-eager",
+    "optimal-2-accumulated", "gpt2-offload-2", "modules",  # another is on streams
+    "all_on_gpu-2-clip", "zero3_offload-2-clip", "zero_infinity-2-clip", "streams-tide-clip",  # accumulated ones clip
+    "zero3_offload-4-accumulated", "gpt2-tide-2",  # on streams on four ranks, and with another policy
+}  # fmt: skip
+"""Every policy, setting, model and number of ranks is in another case."""
 
 
 def on_streams(whole: bool) -> list[dict[str, Any]]:
@@ -131,13 +138,22 @@ def on_streams(whole: bool) -> list[dict[str, Any]]:
     every.append(gpt2)
     alternate = {f"streams-{policy}-2-{settings[(n + 1) % 2]}" for n, policy in enumerate(ON_STREAMS)}
     rows = [case for case in every if whole or case["name"] in {ON_FOUR, *alternate}]
-    return [{**case, "streams": True} for case in rows + OTHERS_ON_STREAMS]
+    return [{**case, "streams": True} for case in thinned(rows + OTHERS_ON_STREAMS, whole)]
+
+
+def thinned(cases: list[dict[str, Any]], whole: bool) -> list[dict[str, Any]]:
+    return [case for case in cases if whole or case["name"] not in WITH_WHOLE]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "streamed" in metafunc.fixturenames:
-        cases = on_streams(bool(metafunc.config.getoption("--whole")))
-        metafunc.parametrize("streamed", cases, ids=[case["name"] for case in cases])
+    whole = bool(metafunc.config.getoption("--whole"))
+    for name, cases in (
+        ("case", thinned(CASES, whole)),
+        ("streamed", on_streams(whole)),
+        ("apart", thinned(APART, whole)),
+    ):
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, cases, ids=[case["name"] for case in cases])
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +161,7 @@ def results(whole: bool, python: str, tmp_path_factory: pytest.TempPathFactory) 
     """Case -> what each of its ranks wrote."""
     folder = tmp_path_factory.mktemp("ranks")
     apart = [{**case, "clip": 0.05, **({"save": str(folder / "kept")} if "save" in case else {})} for case in APART]
-    cases = [*CASES, *on_streams(whole), *apart]
+    cases = [*thinned(CASES, whole), *on_streams(whole), *thinned(apart, whole)]
     (folder / "cases.json").write_text(json.dumps(cases))
     run = subprocess.run(
         [python, "-W", "ignore", str(Path(__file__).parents[1] / "rank_worker.py"), "4", str(folder), "840"],
@@ -162,7 +178,6 @@ def results(whole: bool, python: str, tmp_path_factory: pytest.TempPathFactory) 
     return found
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_trains_as_one_process_on_the_joined_batch(
     results: dict[str, list[dict[str, Any]]], case: dict[str, Any]
 ) -> None:
@@ -200,16 +215,15 @@ def test_several_processes_on_streams_train_as_one(
         assert {"gather", "reduce_scatter"} <= set(row["kinds"])
 
 
-@pytest.mark.parametrize("case", APART, ids=lambda case: case["name"])
-def test_each_rank_gets_what_one_process_gets(results: dict[str, list[dict[str, Any]]], case: dict[str, Any]) -> None:
-    rows = results[case["name"]]
-    assert [row.get("error") for row in rows] == [None] * case["ranks"]
+def test_each_rank_gets_what_one_process_gets(results: dict[str, list[dict[str, Any]]], apart: dict[str, Any]) -> None:
+    rows = results[apart["name"]]
+    assert [row.get("error") for row in rows] == [None] * apart["ranks"]
     for rank, row in enumerate(rows):
-        rounds = 6 if "save" in case else 4  # before each of three steps and at the end; around a load
-        each = {"modules": 2, "order": 6, "numbers": 2 * rank, "alone": 2 * (rank == 0)}[case["apart"]]
+        rounds = 6 if "save" in apart else 4  # before each of three steps and at the end; around a load
+        each = {"modules": 2, "order": 6, "numbers": 2 * rank, "alone": 2 * (rank == 0)}[apart["apart"]]
         assert row["equal"] == [True] * (rounds * each)
         assert row["unchanged"] and row["restored"]
         assert row["parameters"] <= 1e-6
-        assert row["sliced"] == (case["policy"] != "all_on_gpu")
-        if case.get("model") != "experts":
+        assert row["sliced"] == (apart["policy"] != "all_on_gpu")
+        if apart.get("model") != "experts":
             assert row["deviations"] == []

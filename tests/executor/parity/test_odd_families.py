@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from plain_loop import train
+from thinned import by_turns
 from torch import nn
 
 import executor
@@ -185,11 +186,11 @@ def captured(family: object, model: nn.Module, batch: Any, *, groups: Optimizer,
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("name", "policy", "micro_batches"),
-    [("adamw", "tide", 2), ("adafactor", "zero_offload", 1), ("8 bits", "tide", 2)],
-)
-@pytest.mark.parametrize(
-    ("family", "least"), [(zamba2, 4), (qwen3_next, 16), (xlstm, 2), (swin, 8), (detr, 4), (encodec, 4), (vae, 4)]
+    ("family", "least", "name", "policy", "micro_batches"),
+    by_turns(
+        [(zamba2, 4), (qwen3_next, 16), (xlstm, 2), (swin, 8), (detr, 4), (encodec, 4), (vae, 4)],
+        [("adamw", "tide", 2), ("adafactor", "zero_offload", 1), ("8 bits", "tide", 2)],
+    ),
 )
 def test_is_the_plain_loop_to_the_bit(
     monkeypatch: pytest.MonkeyPatch,
@@ -200,8 +201,9 @@ def test_is_the_plain_loop_to_the_bit(
     micro_batches: int,
     whole: bool,
 ) -> None:
-    """least: GPU memory as a multiple of the weights, or the next one at which the policy has room. Two steps, three
-    with --whole. On one thread: with several, kernels such as those of layer norm sum in another order under a plan."""
+    """least: GPU memory as a multiple of the weights, or the next one at which the policy has room. Two steps of each
+    family with one optimizer, with --whole three with each. On one thread: with several, kernels such as those of layer
+    norm sum in another order under a plan."""
     monkeypatch.setattr("executor.offloading.capture_module", partial(captured, family))
     steps = 3 if whole else 2
     threads = torch.get_num_threads()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from later import Later
 from plain_loop import train
+from thinned import by_turns
 from torch import nn
 
 import executor
@@ -90,25 +91,33 @@ def offloaded(model: nn.Module, optimizer: Any, dtype: torch.dtype, micro_batche
     )[1]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+DTYPES = [(torch.float32,), (torch.bfloat16,)]
+
+
 @pytest.mark.parametrize(
-    ("name", "policy", "micro_batches"),
-    [
-        ("adamw", "tide", 4),
-        ("adamw", "optimal", 1),
-        ("adam", "optimal", 4),
-        ("sgd", "tide", 1),
-        ("sgd-momentum", "optimal", 1),
-        ("sgd-momentum", "tide", 4),
-        ("lion", "tide", 1),
-        ("lion", "optimal", 4),
-        ("adafactor", "tide", 4),
-        ("adafactor", "optimal", 1),
-        ("adafactor", "zero_offload", 4),
-    ],
+    ("name", "policy", "micro_batches", "dtype"),
+    by_turns(
+        [
+            ("adamw", "tide", 4),
+            ("adamw", "optimal", 1),
+            ("adam", "optimal", 4),
+            ("adam", "tide", 1),
+            ("sgd", "tide", 1),
+            ("sgd", "optimal", 4),
+            ("sgd-momentum", "optimal", 1),
+            ("sgd-momentum", "tide", 4),
+            ("lion", "tide", 1),
+            ("lion", "optimal", 4),
+            ("adafactor", "tide", 4),
+            ("adafactor", "optimal", 1),
+            ("adafactor", "zero_offload", 4),
+        ],
+        DTYPES,
+    ),
 )
 def test_is_plain_torch_to_the_bit(name: str, policy: str, micro_batches: int, dtype: torch.dtype) -> None:
-    """Pure bf16 has no masters: parameters, sums of gradients and moments are in bf16, as torch has them."""
+    """Pure bf16 has no masters: parameters, sums of gradients and moments are in bf16, as torch has them. 13 rows in
+    one dtype or the other, each optimizer in both; 26 with --whole."""
     reference, model = net(dtype), net(dtype)
     plain, mine = (OPTIMIZERS[name](each.parameters()) for each in (reference, model))
     losses = train(reference, plain, rows(dtype), STEPS, micro_batches)
@@ -216,8 +225,9 @@ needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this t
 
 
 @needs_muon
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("policy", "micro_batches"), [("optimal", 4), ("tide", 1), ("zero_offload", 4)])
+@pytest.mark.parametrize(
+    ("policy", "micro_batches", "dtype"), by_turns([("optimal", 4), ("tide", 1), ("zero_offload", 4)], DTYPES)
+)
 def test_muon_beside_adamw_is_plain_torch_to_the_bit(policy: str, micro_batches: int, dtype: torch.dtype) -> None:
     """Matrices are updated whole, once per step, from the sum over all micro-batches, wherever they are."""
     reference, model = net(dtype), net(dtype)

@@ -13,7 +13,7 @@ import torch
 from pstar_sim.core.step import Kind, Place, Queue
 
 STEPS = 20
-FEW = {1: 4, 4: 3}  # micro-batches -> steps: the first, those that follow one, and another after an optimizer's state
+FEW = {1: 3, 4: 2}  # micro-batches -> steps: the first, those that follow one
 RELATIVE = 1e-6
 TOLD_APART = (True, "step")  # checkpointing, update: what is run of each transformer where time is short
 

@@ -66,15 +66,16 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
 @pytest.mark.parametrize(
     ("kind", "policy", "gpu_memory", "micro_batches"),
     [
-        ("nf4", "tide", "1.9MB", 1),
+        pytest.param("nf4", "tide", "1.9MB", 1, marks=pytest.mark.whole),
         ("nf4", "optimal", "1.9MB", 3),
-        ("nf4", "zero_infinity", "2.3MB", 2),
+        pytest.param("nf4", "zero_infinity", "2.3MB", 2, marks=pytest.mark.whole),
         ("nf4-single", "tide", "1.9MB", 2),
-        ("int8", "tide", "2.3MB", 2),
+        pytest.param("int8", "tide", "2.3MB", 2, marks=pytest.mark.whole),
         ("int8", "zero_infinity", "2.9MB", 1),
     ],
 )
 def test_streamed_as_resident(kind: str, policy: str, gpu_memory: str, micro_batches: int) -> None:
+    """Each kind and each policy once; six rows with --whole."""
     plain = quantised.quantised_llama(kind)
     adapters = [p for p in plain.parameters() if p.requires_grad]
     wanted = trained(plain, torch.optim.AdamW(adapters, lr=1e-3, fused=True), micro_batches)

@@ -38,8 +38,7 @@ ON_A_GPU = ("a module called twice", "unused parameters", "parameters of two dty
 
 
 BY_DTYPE = (
-    "plain", "clipping, accumulation", "overflow and skipped steps", "states in bf16", "LoRA in fp32 on its base",
-    "BatchNorm", "autocast", "parameters of two dtypes", "longer batches, new plan",
+    "overflow and skipped steps", "states in bf16", "LoRA in fp32 on its base", "autocast", "parameters of two dtypes",
 )  # fmt: skip
 """Rows in which masters, scales or casts take part in more than an update."""
 
