@@ -270,7 +270,8 @@ def work(case: Case) -> dict[str, object]:
     """Returns the measurements of one process: CPU seconds and the figures of the answer, or the reason why there are
     none."""
     warm = ps.preset("1B", batch=1, seq=1024, dtype="bf16")
-    ps.compare(warm, ps.machine("v100-32"), policies=["optimal"], barrier_cost=False)  # imports are not the planner's
+    ps.compare(warm, ps.machine("v100-32"), policies=["optimal"], barrier_cost=False)
+    _ = ps.fits, ps.cheapest, ps.max_model  # imports are not the planner's
     try:
         prepared = case.prepare()
         begin_s = time.process_time()

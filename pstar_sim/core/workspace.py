@@ -57,9 +57,13 @@ def bytes_of_all(machine: Machine, *, disks: bool = True) -> int:
     return each * machine.world_size
 
 
-def beyond_all(workload: Workload, machine: Machine, *, disks: bool = True) -> bool:
-    """Whether weights and states take more than these places together."""
-    return workload.weights_bytes + workload.states_bytes > bytes_of_all(machine, disks=disks)
+def beyond_all(workload: Workload, machine: Machine, *, disks: bool = True, beside_bytes: int = 0) -> bool:
+    """Whether weights and states take more than these places together.
+
+    beside_bytes: there too, per rank.
+    """
+    needed_bytes = workload.weights_bytes + workload.states_bytes + beside_bytes * machine.world_size
+    return needed_bytes > bytes_of_all(machine, disks=disks)
 
 
 def with_host_budget(machine: Machine, budget_bytes: int) -> Machine:

@@ -27,6 +27,7 @@ from pstar_sim.planner.memory_needs import (
     gpu_bytes_in_order,
     host_shortage,
     least_gpu_bytes,
+    least_of_pins,
     memory_need,
     need_with_room,
     shortage,
@@ -44,7 +45,7 @@ from pstar_sim.workload.loading import EACH_FP32, Loading, loading_of
 from pstar_sim.workload.mixing import block_runs
 from pstar_sim.workload.workload import Workload
 
-EFFORT = 0.5  # share of `Settings.effort` with which plans are searched: memory is asked for, and seconds within a bar
+EFFORT = 0.35  # share of `Settings.effort` with which plans are searched: memory is asked for, and seconds within a bar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,24 +53,20 @@ class Fit:
     """The answer of one policy; bytes are those of one rank.
 
     gpu_needed_bytes: least GPU budget with which the policy fits on this host. Where the policy does not fit, its need
-        of the GPU when the short place has just enough; or, of the short place alone, a least need.
+        of the GPU (the budget, if only plans tell) when the short place has just enough; or a least need of that alone.
     gpu_reserve_bytes: what a plan leaves of the card, for the context and the allocator's fragments.
     gpu_kept_bytes: what torch keeps beside both, where the card has room (`Framework.kept_bytes`).
     host_needed_bytes: payloads, pinned rounding and start-up, with as few pinned chunks as the host allows; where the
         policy does not fit, as for the GPU.
-    host_startup_bytes: weights while they are loaded.
     loading_short_bytes: of the recommended row: lacking if every process loads the weights whole, in fp32. None if
         nothing lacks, loading is stated, or there is one rank.
-    host_buffer_bytes: the policy's own. The larger of host_startup_bytes and this, with host_workspace_bytes (for
-        disks), is the rest of host_needed_bytes.
+    host_buffer_bytes: the policy's own. The larger of host_startup_bytes and this, with host_workspace_bytes, is the
+        rest of host_needed_bytes.
     short_of: "gpu", "host", "nvme", or "pinned" for host memory that is to be pinned.
     reason: with the changes that would make it fit. A policy that cannot plan for the machine has only a reason.
     changes: flags ("with --host-memory 128GB"), at most one of each kind.
-    iteration_s, tokens_per_s: simulated.
-    expected_error, trust: as in `Row`.
     shares: sequences of each GPU in a micro-batch, where not the machine's.
-    phases: host memory over the job's life.
-    disk_life: words for what the plan writes to disks, if anything, and how long they last.
+    disk_life: what the plan writes to disks, and how long they last.
     """
 
     policy: str
@@ -142,7 +139,6 @@ class SmallestChange:
 
     words: flags, "with --host-memory 128GB".
     policies: those that fit with the change.
-    brings_bytes: as in `Remedy`.
     """
 
     words: str
@@ -168,10 +164,6 @@ class Part:
 class Fits(Collection):
     """workload: the job of one rank.
     batch: sequences per micro-batch, of all GPUs together.
-    rows: in the order asked for.
-    parts: what takes memory.
-    named: whether the caller named the policies.
-    near: whether changes were looked for.
     change: the smallest; None if none is needed or helps.
     others: what helps alone besides a smaller `change`: more host memory, then more GPU memory or another machine.
     """
@@ -226,8 +218,7 @@ def fits(
     workload, machine, settings: as in `compare`.
     loading: how the weights are loaded ([Note: what the host really has to give] in memory_needs.py); None: whole, once
         per node. The answer then says where another way would decide.
-    times: whether to simulate the policies that fit. A search takes EFFORT of `compare`'s effort, so its seconds may be
-        a little more.
+    times: whether to simulate the policies that fit, searched with EFFORT of `compare`'s effort.
     near: whether to look for changes that would make the others fit, and for their needs in both places; None: where
         no policy fits, for the smallest change alone.
     on_part: as in `compare`.
@@ -270,6 +261,7 @@ def fits(
             if error is None:
                 continue
             tell(f"what would do for {row.policy}", len(names), len(names))
+            row, whole = _with_room(row, asked, error)
             ways = ways_of[row.policy] = remedies(
                 find_policy(row.policy),
                 asked.workload,
@@ -279,13 +271,13 @@ def fits(
                 ask=asked.of(row.policy),
                 ask_of=asked.of,
                 elsewhere=elsewhere,
+                whole=whole,
             )
-            row, error = _with_room(row, asked, error)
             if near is None:
                 elsewhere.found(ways)
-                row = replace(row, reason=str(error))
+                row = replace(row, reason=str(whole))
             else:
-                words = f"{error}; {in_words(ways, fitting)}"
+                words = f"{whole}; {in_words(ways, fitting)}"
                 row = replace(row, reason=words, changes=tuple(way.words for way in ways))
             told[row.policy] = row
         rows = [told.get(row.policy, row) for row in rows]
@@ -357,7 +349,7 @@ def _of_tide(w: Workload, size_bytes: int) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """said: whether the question says how the weights are loaded.
+    """said: whether the question gives `loading`.
     least: shipped policy with an answer -> least GPU bytes, None without room.
     """
 
@@ -391,10 +383,12 @@ class Asked:
         *,
         others: Sequence[str] | None = OTHERS,
         known_bytes: int | None = None,
+        least_bytes: int | None = None,
         plan: Plan | None = None,
     ) -> int:
         """Budget with which a policy that fits still fits.
 
+        known_bytes, least_bytes: as in `least_gpu_bytes`.
         plan: the policy's; a refusal that names what it takes is final.
         """
         ask, named_bytes = self.of(policy, others=others), 0
@@ -412,7 +406,7 @@ class Asked:
                 named_bytes = error.needed_bytes
             return error
 
-        return least_gpu_bytes(short_on, machine, known_bytes)
+        return least_gpu_bytes(short_on, machine, known_bytes, least_bytes)
 
     def least_here(self, policy: str, plan: Plan | None) -> int:
         """On this machine; others with an answer are not asked."""
@@ -421,7 +415,14 @@ class Asked:
         known_bytes: int | None = None
         if can(policy).tries_others:
             known_bytes = min((size for one in tried if (size := self.least.get(one)) is not None), default=None)
-        return self.least_gpu_bytes(policy, self.machine, others=others, known_bytes=known_bytes, plan=plan)
+        return self.least_gpu_bytes(
+            policy,
+            self.machine,
+            others=others,
+            known_bytes=known_bytes,
+            least_bytes=least_of_pins(policy, self.workload, self.machine, self.settings, self.loading),
+            plan=plan,
+        )
 
 
 def _fit_any(
@@ -529,7 +530,9 @@ def _with_room(row: Fit, job: Asked, error: DoesNotFit) -> tuple[Fit, DoesNotFit
     if roomy is None:
         return row, error
     if roomy.gpu_shortage is None:
-        gpu_bytes = job.least_gpu_bytes(row.policy, roomy.machine, others=None)
+        by_pins = least_of_pins(row.policy, job.workload, roomy.machine, job.settings, job.loading)
+        least_bytes = machine.gpu_budget_bytes if by_pins is None else by_pins
+        gpu_bytes = job.least_gpu_bytes(row.policy, roomy.machine, others=None, least_bytes=least_bytes)
     else:
         gpu_bytes = roomy.gpu_shortage.needed_bytes
     # A policy's own check of the host may count more than its need; its refusal then stands.

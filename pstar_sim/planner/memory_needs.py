@@ -5,8 +5,8 @@
 
 - pinned rounding: slabs are powers of two (core/slabs.py, the executor's own rule);
 - start-up: weights lie beside the slabs until all are in their chunks or on the GPU, loaded as the job says
-  (`workload.loading`; the executor checks the same). A job that keeps nothing on the host of a machine with one memory
-  needs no room of its own: the GPU's has more than twice its weights' bytes.
+  (`workload.loading`; the executor checks the same). With one memory, a job that keeps nothing on the host needs none:
+  the GPU's is more than twice its weights' bytes.
 - the policy's own buffers, taken when start-up ends, so the larger of the two counts;
 - with disks, what a run takes beside (core/workspace.py).
 
@@ -20,16 +20,15 @@ plans are made. The policy searches for that memory alone, with the chunk size t
 
 [Note: payloads that pass through the host] A plan that uses disks needs slabs for the payloads that never leave the
 host and, for those that pass through it, the pool of core/slabs.py, to which the executor adds rooms where the disks
-fall behind: the simulated peak less permanent payloads, the policy's host buffers and the pool. Every other plan needs
-a place for each payload.
+fall behind: the simulated peak less permanent payloads, the policy's host buffers and the pool.
 
-The asynchronous policies know their needs before they plan (policy/kit/job.py); if the host is short, they pin exactly
-the chunks for which it has no room. Others are asked for their plan.
+The asynchronous policies know their needs before they plan (policy/kit/job.py): pins are what a host has no room for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -47,7 +46,7 @@ from pstar_sim.core.workspace import (
     workspace_bytes,
 )
 from pstar_sim.errors import DoesNotFit, PstarError
-from pstar_sim.policy.family.pins import most_pins_of
+from pstar_sim.policy.family.pins import least_budget, most_pins_of
 from pstar_sim.policy.family.searched import jobs_of_sizes
 from pstar_sim.policy.kit.capabilities import Capabilities
 from pstar_sim.policy.kit.facts import facts_of
@@ -400,6 +399,14 @@ def _shortage_of(plan: Plan, machine: Machine, loading: Loading) -> DoesNotFit |
     return host_shortage(need_of_plan(plan, loading), machine)
 
 
+def never_fits(workload: Workload, machine: Machine, loading: Loading) -> bool:
+    """Whether weights and states surely take more than all places have."""
+    beside_bytes = (
+        0 if machine.unified or machine.nvme is not None else loading.startup_bytes(workload, machine.local_ranks)
+    )
+    return beyond_all(workload, machine, beside_bytes=beside_bytes)
+
+
 def memory_need(
     policy: str | Policy,
     workload: Workload,
@@ -409,12 +416,14 @@ def memory_need(
     loading: Loading = WHOLE,
     others: Sequence[str] | None = OTHERS,
     fewest: bool = True,
+    refused: bool = True,
 ) -> Need:
     """Returns the needs on the host. Raises DoesNotFit, even if only rounding or start-up is too much.
 
     others: a policy that tries others, without room itself, has the need of the first of these with room. None: its
         own alone.
     fewest: find the fewest pins, and the policy's own plan; False takes any that fit.
+    refused: False for the need of a plan that the host has no room for, too.
     """
     able = can(policy)
     refusal: DoesNotFit | None = None
@@ -424,7 +433,7 @@ def memory_need(
         except DoesNotFit as short:
             if not (able.tries_others and others is not None) and (machine.nvme is None or short.place == "gpu"):
                 raise
-            if beyond_all(workload, machine):
+            if never_fits(workload, machine, loading):
                 raise
             refusal = short
     name = policy if isinstance(policy, str) else getattr(policy, "__name__", "policy")
@@ -465,12 +474,15 @@ def memory_need(
             plan = with_room(plan_with, policy, workload, machine, settings, loading=loading)
             need = need_of_plan(plan, loading)
         else:
+            if refusal is not None and workload.micro_batches == 1:
+                raise refusal  # without sums, plans keep on the host what each size was asked about
+            where = machine
             if refusal is not None and not fewest and not machine.unified:
                 # where weights are loaded beside them, lists on the host have no more
                 room_bytes = machine.host_budget_bytes - loading.startup_bytes(workload, machine.local_ranks)
-                plan_on(with_host_budget(machine, max(1, room_bytes)))
-            need = need_of_plan(plan_on(machine), loading)
-        if not able.counts_host:
+                where = with_host_budget(machine, max(1, room_bytes))
+            need = need_of_plan(_moved(plan_on(where), machine), loading)
+        if refused and not able.counts_host:
             _check_host(need, machine)
     except DoesNotFit:
         if refusal is None or machine.nvme is not None:
@@ -592,27 +604,45 @@ def _own_need(
     fewest: bool,
 ) -> Need:
     """At the usual chunk size, or (not `fewest`) of the first size with room. Raises DoesNotFit for the usual size."""
-    assert able.point is not None
     refusal: DoesNotFit | None = None
-    workload = in_order(name, workload, able.point.order)
-    jobs: Iterable[Job] = (Job(name, workload, machine, settings, able.point),)
-    if able.tries_others and not fewest:
-        jobs = jobs_of_sizes(name, workload, machine, settings, able.point)
-    for job in jobs:
+    for job in _own_jobs(name, able, workload, machine, settings, usual=fewest):
         try:
             check_gpu(job)
-            check_host(job, Modes(frozenset(job.candidates[: most_pins_of(job)])))
             return _asynchronous_need(job, machine, loading, fewest=fewest)
         except DoesNotFit as short:
             refusal = refusal or short
-            if beyond_all(workload, machine):
+            if never_fits(workload, machine, loading):
                 break
     assert refusal is not None
     raise refusal
 
 
+def _own_jobs(
+    name: str, able: Capabilities, workload: Workload, machine: Machine, settings: Settings, *, usual: bool
+) -> Iterable[Job]:
+    """Of the usual chunk size, or of each that is tried."""
+    assert able.point is not None
+    if able.tries_others and not usual:
+        return jobs_of_sizes(name, workload, machine, settings, able.point)
+    return (Job(name, in_order(name, workload, able.point.order), machine, settings, able.point),)
+
+
+def least_of_pins(
+    policy: str, workload: Workload, machine: Machine, settings: Settings, loading: Loading = WHOLE
+) -> int | None:
+    """Least GPU bytes for the pins that the host asks for, over chunk sizes; None if only plans tell."""
+    able, found = can(policy), list[int]()
+    if able.point is None:
+        return None
+    for job in _own_jobs(policy_name(policy), able, workload, machine, settings, usual=False):
+        with suppress(DoesNotFit):
+            check_gpu(job)
+            found.append(least_budget(job, _asynchronous_need(job, machine, loading, fewest=True).pins or 0))
+    return min(found, default=None)
+
+
 def _asynchronous_need(job: Job, machine: Machine, loading: Loading, *, fewest: bool) -> Need:
-    """By bisection: more pins never need more of the host.
+    """By bisection: more pins never need more of the host. Raises DoesNotFit if it is short.
 
     fewest: False stops at no pins or the most.
     """
@@ -622,6 +652,7 @@ def _asynchronous_need(job: Job, machine: Machine, loading: Loading, *, fewest: 
 
     budget = machine.host_budget_bytes
     low, high = 0, most_pins_of(job)
+    check_host(job, Modes(frozenset(job.candidates[:high])))
     if sum(_payloads(job, 0).values()) <= budget:  # slabs are never smaller than their contents
         best = need(0)
         if best.host_bytes <= budget:
@@ -690,10 +721,12 @@ def need_with_room(
             return None
         try:
             asked = replace(settings, effort=ANY_PLAN)
-            need = memory_need(policy, workload, roomy, asked, loading=loading, others=None)
+            need = memory_need(policy, workload, roomy, asked, loading=loading, others=None, refused=False)
         except DoesNotFit as still:
             error = still
             continue
+        if need.host_bytes > roomy.host_budget_bytes:
+            roomy = with_host_budget(roomy, need.host_bytes)
         gpu_shortage = None if gpu is None else gpu.restated(available_bytes=machine.gpu_budget_bytes)
         return Roomy(machine=roomy, need=need, gpu_shortage=gpu_shortage)
     return None
@@ -711,11 +744,15 @@ def with_large_disks(workload: Workload, machine: Machine) -> Machine:
 
 
 def least_gpu_bytes(
-    ask: Callable[[Machine], DoesNotFit | None], machine: Machine, known_bytes: int | None = None
+    ask: Callable[[Machine], DoesNotFit | None],
+    machine: Machine,
+    known_bytes: int | None = None,
+    least_bytes: int | None = None,
 ) -> int:
     """Of each GPU, with which a job that fits still fits.
 
     known_bytes: that do.
+    least_bytes: the answer if the host is short with less and these do.
 
     A refusal names the least GPU bytes, which are asked next. If the host is short, what it lacks is added, to
     1 / 512.
@@ -731,6 +768,9 @@ def least_gpu_bytes(
         if error.place != "gpu" or not low < error.needed_bytes <= high:
             break
         low = error.needed_bytes
+    if least_bytes is not None and low < least_bytes:
+        if least_bytes >= high or ask(_with_gpu_budget(machine, least_bytes)) is None:
+            return min(least_bytes, high)
     within = step = max(10**7, high // 512)
     times = 1
     while high - low > within:

@@ -21,7 +21,7 @@ from pstar_sim.catalog.model_shapes import ModelEntry, model_entry
 from pstar_sim.core.plan import Settings
 from pstar_sim.dtypes import BASES, DTYPES
 from pstar_sim.errors import CannotPlan, CatalogError, DoesNotFit, PstarError
-from pstar_sim.planner.memory_needs import OTHERS, shortage, with_large_disks
+from pstar_sim.planner.memory_needs import OTHERS, never_fits, shortage, with_large_disks
 from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.policy.registry import Policy, can, policy_name
 from pstar_sim.units import GB, MB, format_bytes
@@ -327,6 +327,7 @@ def remedies(
     ask: Ask | None = None,
     ask_of: Callable[[str], Ask] | None = None,
     elsewhere: Elsewhere | None = None,
+    whole: DoesNotFit | None = None,
 ) -> tuple[Remedy, ...]:
     """At most one change of the job and one of each other kind, the smallest first. Host memory may come twice: with
     disk options, which need less, and alone.
@@ -334,6 +335,7 @@ def remedies(
     ask: by default `shortage` of the policy.
     ask_of: that of another spec.
     elsewhere: for several policies, or where loading is stated.
+    whole: error, with all that its place needs.
     """
     if error.change:
         return (Remedy(kinds=("policy",), size=0, words=error.change),)
@@ -342,6 +344,8 @@ def remedies(
     if error.place == "pinned":
         return ()
     job = _of_job(ask, elsewhere, settings, error)
+    if whole is not None and not can(policy).tries_others:
+        error = whole
     if error.place in ("host", "nvme"):
         loading, most = elsewhere.loading, elsewhere.most("host memory")
         disks = _on_disks(policy, workload, machine, settings, elsewhere, ask_of or asker)
@@ -382,6 +386,8 @@ def _of_job(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNotFi
         nonlocal last, refused
         sizes = elsewhere.sizes(options)
         if sizes is None or not saves_enough(sizes) or (job := elsewhere.job(options)) is None:
+            return False
+        if last.place == "host" and never_fits(job[0], machine, job[1]):
             return False
         try:
             short = ask(job[0], machine, settings, job[1])

@@ -161,6 +161,17 @@ def most_pins_of(job: Job) -> int:
     )
 
 
+def least_budget(job: Job, pins: int) -> int:
+    """Of the GPU, with which `most_pins_of` is as many."""
+    pinned = frozenset(job.candidates[:pins])
+    held = sum(job.permanent[c] for c in pinned)
+    needs = [
+        held + sum(job.sizes[c] for c in block.chunks if c not in pinned) - left
+        for block, left in zip(job.blocks, _room(job))
+    ]
+    return job.machine.gpu_budget_bytes + max(needs)
+
+
 def _room(job: Job) -> list[int]:
     budget = job.machine.gpu_budget_bytes - job.small_bytes
     return [

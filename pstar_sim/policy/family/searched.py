@@ -106,8 +106,9 @@ def own_plans(
         if search.seconds >= least_s:
             return
         for attempt in search.whole():  # followed, because the seconds of `choose` are a prediction
-            whole = attempt.plan(_choices(search, attempt, over))
-            plan, seconds = faster_in_parts(whole, period_s(whole))
+            plan, seconds = attempt.plan(_choices(search, attempt, over)), search.seconds
+            if not settings.any_will_do:
+                plan, seconds = faster_in_parts(plan, period_s(plan))
             least_s = min(least_s, seconds)
             yield SearchResult(seconds, name, plan, search.alone_s, (without_pins_s, with_any_s))
 
