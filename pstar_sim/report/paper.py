@@ -93,7 +93,9 @@ def broken_at(text: str, points: float, size: float) -> str:
 def _width(text: str, size: float) -> float:
     from matplotlib.textpath import TextPath
 
-    return float(TextPath((0, 0), text, size=size).get_extents().width)
+    outline = TextPath((0, 0), text, size=size)
+    # The outermost points of a letter's curves lie on it.
+    return float(np.ptp(outline.vertices[outline.codes != TextPath.CLOSEPOLY, 0]))
 
 
 def figure_legend(figure: Figure, handles: Mapping[str, Any], look: Look, *, place: str, most: int = 3) -> float:

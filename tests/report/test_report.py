@@ -16,6 +16,7 @@ from matplotlib import style
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from matplotlib.textpath import TextPath
 
 import pstar_sim as ps
 from pstar_sim.core.step import Kind, Queue
@@ -24,7 +25,7 @@ from pstar_sim.errors import PstarError, TraceError
 from pstar_sim.report.byte_curves import byte_curves, moment_windows, phase_bands, steady_start_s
 from pstar_sim.report.html import timeline_html
 from pstar_sim.report.palette import CATEGORIES as COLOURS
-from pstar_sim.report.paper import Look, tide_csv
+from pstar_sim.report.paper import Look, _width, tide_csv
 from pstar_sim.report.perfetto import to_perfetto
 from pstar_sim.report.schedule_picture import plot_schedule
 from pstar_sim.report.tide_picture import plot_tide, spread, tide_figure
@@ -190,6 +191,12 @@ def test_a_long_title_breaks_at_the_width_of_its_axes_and_lines_are_light_in_a_d
     assert {line.get_color() for line in left.lines if line.get_linestyle() == "--"} == {"white"}
     edges = {bar.get_edgecolor() for bar in right.patches}
     assert (1.0, 1.0, 1.0, 1.0) not in edges, "white edges would be bars of their own"
+
+
+@pytest.mark.parametrize("text", ["OO", "S(c)", "0.62 s: 4 of 9", "jumps over"])
+def test_words_are_as_wide_as_their_outlines(text: str) -> None:
+    assert _width(text, 9.5) == pytest.approx(TextPath((0, 0), text, size=9.5).get_extents().width, rel=1e-12)
+    assert _width(text, 9.5) > _width(text[:-1], 9.5)
 
 
 def test_a_legend_names_the_tide_where_there_is_one() -> None:

@@ -55,19 +55,27 @@ IN_SMALL = {
     "pstar max-model ": "--policy zero_offload --like 1B --host-memory 24GB",
     "pstar max-batch ": "--policy zero_offload --model 1B",
     "pstar cheapest --model 8B": "--policy tide --model 1B",
+    "pstar cheapest --model 1B": "--model gpt2",
     "pstar sensitivity ": "--policy zero_offload --model 1B --host-memory 36GB",
     "pstar plan --model 1B --global-batch 8": "--policy tide --global-batch 2",
     "pstar compare --model 1B --batch 2": "--policy zero_offload",
     "pstar compare --model llama-3.2-3b": "--policy tide --model llama-3.2-1b",
-    "pstar compare --model bert-large": "--model bert-base --batch 8",
-    "pstar ablate --model 1B": "--policy tide",
-    'from matplotlib import pyplot as plt\n\nimport pstar_sim as ps\n\nw = ps.preset("12B"': "1B",
+    "pstar compare --model bert-large": "--model bert-base --batch 8 --effort 0.1",
+    "pstar ablate --model 1B": "--policy tide --model gpt2",
+    "pstar plan --trace small.parquet --micro-batches 4": "--micro-batches 2",
     "pstar run plan.json": "--steps 2",
-    "pstar plot tide --model 4B": "--model 1B",
+    "pstar run adapters.json": "--steps 2",
+    "pstar plot tide --model 4B": "--model gpt2",
     "pstar plan --model llama-3.2-3b": "--model llama-3.2-1b",
+    'from matplotlib import pyplot as plt\n\nimport pstar_sim as ps\n\nw = ps.preset("12B"': '"12B" -> "1B"',
+    "from matplotlib import pyplot as plt\n\nimport pstar_sim as ps\n\nc = ps.compare(": '"1B" -> "gpt2"',
+    "import pstar_sim as ps\n\nbest = ps.compare(": '"1B" -> "gpt2"',
+    "import torch\nfrom transformers import GPT2Config, GPT2LMHeadModel\n\nimport executor\nimport pstar_sim": (
+        "range(3) -> range(1)"
+    ),
 }
 """How a command begins that takes long, and the flags that it gets beside its own without --whole; how Python does, and
-the model that stands for its preset. The `compare` of add-a-gpu.md is asked about every policy."""
+what stands in it for what. The `compare` of add-a-gpu.md is asked about every policy."""
 
 
 LONG = ("$ pstar ablate --model 8B", "$ pstar compare --model 15B", "$ pstar max-model --machine v100-32x8 --batch 64")
@@ -122,7 +130,9 @@ def run(piece: Piece, whole: bool) -> None:
     elif piece.language == "python":
         from matplotlib import pyplot
 
-        text = piece.text if whole or small is None else re.sub(r'preset\("\w+"', f'preset("{small}"', piece.text)
+        long, _, short = (small if small is not None and not whole else " -> ").partition(" -> ")
+        assert long in piece.text, piece.where
+        text = piece.text.replace(long, short) if long else piece.text
         exec(compile(text, piece.where, "exec"), {"__name__": "document"})
         pyplot.close("all")
     elif piece.text.startswith("pstar "):

@@ -557,6 +557,7 @@ def test_cpu_seconds_tell_what_others_took() -> None:
 @pytest.mark.slow
 def test_a_short_calibration_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "collective_rates", lambda: "collectives: left out here")
+    monkeypatch.setattr(moment_costs, "REFERENCE", (512, 1, 4096))
     parts: list[str] = []
     effort = Effort(point_s=0.002, rounds=1, least=1, most=2, window_s=0.02, memory_bytes=8 << 20)
     device = VirtualDevice()

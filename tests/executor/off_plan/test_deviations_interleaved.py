@@ -68,16 +68,22 @@ def train(kit: Any, run: Any, rng: random.Random, micro_batches: int, eager: boo
     return done
 
 
+POLICIES = ("optimal", "tide", "static_partition", "patrickstar", "zero_offload")
+WAYS = (("step", 1, None), ("eager", 1, None), ("step", 3, 0.5))
+
+
 @pytest.mark.usefixtures("streaming")
-@pytest.mark.parametrize(("update", "micro_batches", "clip"), [("step", 1, None), ("eager", 1, None), ("step", 3, 0.5)])
-@pytest.mark.parametrize("policy", ["optimal", "tide", "static_partition", "patrickstar", "zero_offload"])
+@pytest.mark.parametrize(("update", "micro_batches", "clip"), WAYS)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_any_deviation_under_any_interleaving_is_plain_adamw(
     kit: Any, start: Callable[..., Any], whole: bool, policy: str, update: str, micro_batches: int, clip: float | None
 ) -> None:
-    """Six seeds with --whole, else three: fifteen cases of five steps have every deviation behind every other."""
+    """Six seeds with --whole, else two, others in each case: together they have each deviation behind each, but for one
+    of 25 pairs."""
     deviations = 0
     plan = None
-    for seed in range(6 if whole else 3):
+    first = 2 * (POLICIES.index(policy) + 5 * WAYS.index((update, micro_batches, clip)))
+    for seed in range(first, first + (6 if whole else 2)):
         run = start(
             "mlp", policy, update=update, micro_batches=micro_batches, clip=clip, plan=plan, queues=random_queues(seed),
             replan_after=0,
@@ -95,4 +101,4 @@ def test_any_deviation_under_any_interleaving_is_plain_adamw(
                 assert kit.distance(state[number][key], expected[number][key]) <= 1e-6, (seed, done, name, key)
         deviations += run.session.deviations
         run.session.close(restore=False)
-    assert deviations > 3
+    assert deviations >= 2

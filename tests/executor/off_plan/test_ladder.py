@@ -67,8 +67,8 @@ def roomy_plan(kit: Any, name: str, policy: str, *, spare: float = 0.5, layers: 
 @pytest.mark.parametrize(
     ("policy", "at"),
     [
-        ("tide", "before"),
-        ("tide", "forward"),
+        pytest.param("tide", "before", marks=pytest.mark.whole),
+        pytest.param("tide", "forward", marks=pytest.mark.whole),
         ("tide", "backward"),
         ("static_partition", "forward"),
         ("all_on_gpu", "backward"),
