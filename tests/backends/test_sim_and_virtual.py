@@ -7,11 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from thinned import by_turns
 
 from pstar_sim.core.step import Queue
 from pstar_sim.sim.play import play
 
-POLICIES = ["zero_offload", "static_partition", "patrickstar", "tide"]
+POLICIES = [("zero_offload",), ("static_partition",), ("patrickstar",), ("tide",)]
 
 
 def iterate(kit: Any, run: Any, micro_batches: int) -> Callable[[], None]:
@@ -21,8 +22,9 @@ def iterate(kit: Any, run: Any, micro_batches: int) -> Callable[[], None]:
     return one
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("model", "micro_batches"), [("mlp", 3), ("gpt2", 1), ("llama", 2)])
+@pytest.mark.parametrize(
+    ("model", "micro_batches", "policy"), by_turns([("mlp", 3), ("gpt2", 1), ("llama", 2)], POLICIES, most=2)
+)
 def test_order_edges_and_bytes(
     kit: Any, start: Callable[..., Any], policy: str, model: str, micro_batches: int
 ) -> None:
@@ -58,8 +60,10 @@ def test_order_edges_and_bytes(
     assert total == sum(session.backend.copied_bytes.values())
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("model", "micro_batches"), [("mlp", 1), ("gpt2", 2), ("llama", 1), ("bert", 1)])
+@pytest.mark.parametrize(
+    ("model", "micro_batches", "policy"),
+    by_turns([("mlp", 1), ("gpt2", 2), ("llama", 1), ("bert", 1)], POLICIES, most=2),
+)
 def test_payload_bytes_are_the_plans(
     kit: Any, start: Callable[..., Any], policy: str, model: str, micro_batches: int
 ) -> None:

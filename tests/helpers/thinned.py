@@ -21,11 +21,11 @@ def half(*factors: Sequence[Any]) -> list[Any]:
     ]
 
 
-def by_turns(rows: Sequence[tuple[Any, ...]], ways: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Returns the rows of `pytest.mark.parametrize` for each row in each way. Without --whole a row runs in one of
-    them, the next in another."""
+def by_turns(rows: Sequence[tuple[Any, ...]], ways: Sequence[tuple[Any, ...]], most: int = 1) -> list[Any]:
+    """Returns the rows of `pytest.mark.parametrize` for each row in each way. Without --whole a row runs in `most` of
+    them, the next in others."""
     return [
-        pytest.param(*row, *way, marks=[pytest.mark.whole] if (number + turn) % len(ways) else [])
+        pytest.param(*row, *way, marks=[pytest.mark.whole] if (number + turn) % (len(ways) // most) else [])
         for number, row in enumerate(rows)
         for turn, way in enumerate(ways)
     ]

@@ -31,6 +31,10 @@ IN_SMALL = {
     },
     ("02_capacity_planning", "w = ps.preset("): {'"4B"': '"1B"', '"12GB"': '"24GB"'},
     ("02_capacity_planning", "ablation"): {},  # shows what the cell above it has found
+    ("03_execute", "def gpt2():"): {
+        '"zero_offload", "static_partition", "tide", "optimal"': '"tide"',
+        "barrier_cost=True": "barrier_cost=False",
+    },
     ("02_capacity_planning", 'links = ["2GB/s"'): {
         '"2GB/s", "6GB/s", "12GB/s", "25GB/s"': '"2GB/s", "25GB/s"',
         '"micro_batches": [1, 2, 4]': '"micro_batches": [1, 4]',

@@ -94,7 +94,7 @@ def same(run: Any, kit: Any) -> None:
         ("llama", "static_partition", THREE, 2),
         ("llama", "optimal", OFFLOAD, 1),
         ("bert", "tide", OFFLOAD, 2),
-        ("bert", "optimal", THREE, 1),
+        pytest.param("bert", "optimal", THREE, 1, marks=pytest.mark.whole),
         ("llama", "patrickstar", THREE, 1),
     ],
 )

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from thinned import by_turns
 from torch import nn
 
 import executor
@@ -360,17 +361,19 @@ def by_train_step(model: Any, optimizer: Any, batches: Iterator[Any]) -> list[fl
     return [report.loss for report in train_loop(model, optimizer, batches, steps=4, micro_batches=2)]
 
 
-@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(
-    ("refused", "loop"),
-    [
-        ({("forward", 3)}, by_train_step),
-        ({("backward", 3)}, by_train_step),
-        ({("backward", 4)}, by_train_step),
-        ({("forward", 2), ("backward", 4)}, by_train_step),
-        ({("forward", 2), ("backward", 4)}, by_the_engine),
-        ({("forward", 2), ("backward", 4)}, by_a_loop_of_its_own),
-    ],
+    ("refused", "loop", "late"),
+    by_turns(
+        [
+            ({("forward", 3)}, by_train_step),
+            ({("backward", 3)}, by_train_step),
+            ({("backward", 4)}, by_train_step),
+            ({("forward", 2), ("backward", 4)}, by_train_step),
+            ({("forward", 2), ("backward", 4)}, by_the_engine),
+            ({("forward", 2), ("backward", 4)}, by_a_loop_of_its_own),
+        ],
+        [(False,), (True,)],
+    ),
 )
 def test_an_operator_that_torch_itself_refuses(
     kit: Any,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from thinned import half
 from torch import nn
 
 import executor
@@ -19,9 +20,9 @@ from pstar_sim.workload.workload import Phase
 TOLERANCE = {"llama": 0.02}
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("model", ["mlp", "gpt2", "llama", "bert"])
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(
+    ("model", "checkpointing", "micro_batches"), half(["mlp", "gpt2", "llama", "bert"], [False, True], [1, 2])
+)
 def test_same_numbering_and_bytes_as_a_capture(kit: Any, model: str, checkpointing: bool, micro_batches: int) -> None:
     module, draw = kit.build(model, checkpointing=checkpointing)
     batches = [draw(torch.Generator().manual_seed(k)) for k in range(micro_batches)]
