@@ -246,45 +246,45 @@ def fits(
             found_of[name] = row, _, asked, _ = _fit_any(name, share, job, times=times)
             if name in OTHERS and asked is job:
                 job.least[name] = row.gpu_needed_bytes if row.fits else None
-    answers = [found_of[name] for name in names]
-    rows = [row for row, *_ in answers]
-    fitting = [row.policy for row in sorted(rows, key=lambda r: r.iteration_s or 0.0) if row.fits]
-    changes: tuple[SmallestChange, ...] = ()
-    if near or (near is None and not fitting):
-        told: dict[str, Fit] = {}
-        ways_of: dict[str, tuple[Remedy, ...]] = {}
-        elsewhere = Elsewhere(share.workload, machine, job.loading)
-        # the least short first, whose changes are the smallest; last those that try others, which are known then
-        for row, error, asked, _ in sorted(
-            found_of.values(), key=lambda found: (can(found[0].policy).tries_others, found[0].short_bytes or 0)
-        ):
-            if error is None:
-                continue
-            tell(f"what would do for {row.policy}", len(names), len(names))
-            row, whole = _with_room(row, asked, error)
-            ways = ways_of[row.policy] = remedies(
-                find_policy(row.policy),
-                asked.workload,
-                asked.machine,
-                settings,
-                error,
-                ask=asked.of(row.policy),
-                ask_of=asked.of,
-                elsewhere=elsewhere,
-                whole=whole,
-            )
-            if near is None:
-                elsewhere.found(ways)
-                row = replace(row, reason=str(whole))
-            else:
-                words = f"{whole}; {in_words(ways, fitting)}"
-                row = replace(row, reason=words, changes=tuple(way.words for way in ways))
-            told[row.policy] = row
-        rows = [told.get(row.policy, row) for row in rows]
-        if not fitting:
-            tell("the smallest change", len(names), len(names))
-            found = [(way, name) for name in names for way in ways_of.get(name, ())]
-            changes = _changes(found, job, names, elsewhere)
+        answers = [found_of[name] for name in names]
+        rows = [row for row, *_ in answers]
+        fitting = [row.policy for row in sorted(rows, key=lambda r: r.iteration_s or 0.0) if row.fits]
+        changes: tuple[SmallestChange, ...] = ()
+        if near or (near is None and not fitting):
+            told: dict[str, Fit] = {}
+            ways_of: dict[str, tuple[Remedy, ...]] = {}
+            elsewhere = Elsewhere(share.workload, machine, job.loading)
+            # the least short first, whose changes are the smallest; last those that try others, which are known then
+            for row, error, asked, _ in sorted(
+                found_of.values(), key=lambda found: (can(found[0].policy).tries_others, found[0].short_bytes or 0)
+            ):
+                if error is None:
+                    continue
+                tell(f"what would do for {row.policy}", len(names), len(names))
+                row, whole = _with_room(row, asked, error)
+                ways = ways_of[row.policy] = remedies(
+                    find_policy(row.policy),
+                    asked.workload,
+                    asked.machine,
+                    settings,
+                    error,
+                    ask=asked.of(row.policy),
+                    ask_of=asked.of,
+                    elsewhere=elsewhere,
+                    whole=whole,
+                )
+                if near is None:
+                    elsewhere.found(ways)
+                    row = replace(row, reason=str(whole))
+                else:
+                    words = f"{whole}; {in_words(ways, fitting)}"
+                    row = replace(row, reason=words, changes=tuple(way.words for way in ways))
+                told[row.policy] = row
+            rows = [told.get(row.policy, row) for row in rows]
+            if not fitting:
+                tell("the smallest change", len(names), len(names))
+                found = [(way, name) for name in names for way in ways_of.get(name, ())]
+                changes = _changes(found, job, names, elsewhere)
     answer = Fits(
         workload=share.workload,
         machine=machine,

@@ -207,10 +207,13 @@ def with_room(
 def _may_have_room(
     policy: str | Policy, workload: Workload, machine: Machine, settings: Settings, loading: Loading
 ) -> bool:
+    """Of the whole host, without the disks' help."""
     able = can(policy)
+    if able.point is None:
+        startup_bytes = loading.startup_bytes(workload, machine.local_ranks)
+        return not beyond_all(workload, machine, disks=False, beside_bytes=startup_bytes)
     try:
-        if able.point is not None:
-            _own_need(policy_name(policy), able, workload, machine, settings, loading, fewest=False)
+        _own_need(policy_name(policy), able, workload, machine, settings, loading, fewest=False)
     except DoesNotFit:
         return False
     return True

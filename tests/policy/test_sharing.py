@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 import pstar_sim as ps
-from pstar_sim.core.follow import Member, follow_once
-from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.follow import RECORDS, Member, follow_once
+from pstar_sim.core.plan import ANY_PLAN, Plan, Settings
 from pstar_sim.core.program import Program
-from pstar_sim.core.workspace import without_workspace, workspace_bytes
+from pstar_sim.core.workspace import with_host_budget, without_workspace, workspace_bytes
 from pstar_sim.cost import cost_of
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.family.pace import period_s
@@ -28,7 +28,10 @@ def test_inside_a_plan_is_made_once_and_outside_always_anew() -> None:
         assert plan_once(tide, workload, machine, EAGER) is first
         assert plan_once(patrickstar, workload, machine, EAGER).policy == "patrickstar"
         assert plan_once(tide, workload, machine, Settings()).settings == Settings()
-        assert plan_once(tide, workload, replace(machine), EAGER) is not first  # rates may differ, whatever it equals
+        assert plan_once(tide, workload, replace(machine), EAGER) is first
+        slower = replace(machine, host=replace(machine.host, cores=1))
+        for other in (with_host_budget(machine, machine.host_budget_bytes // 2), slower):
+            assert plan_once(tide, workload, other, EAGER).machine is other
     again = plan_once(tide, workload, machine, EAGER)
     assert again is not first
     assert again.steps == first.steps
@@ -47,6 +50,15 @@ def test_inside_a_plan_is_followed_once_by_whoever_asks_unless_its_seconds_chang
         slower = replace(machine, ranks=(replace(machine.ranks[0], link=link),))
         assert period_s(replace(plan, machine=slower)) > first.iteration_s
     assert follow_once(plan, member) is not first
+
+
+@pytest.mark.parametrize("policy", ["static_partition", "optimal"])
+def test_a_plan_is_followed_unless_any_will_do(policy: str) -> None:
+    workload, machine = ps.preset("gpt2", batch=2, seq=256), ps.machine("virtual", gpu_memory="700MB")
+    for effort in (ANY_PLAN, EAGER.effort):
+        with plans_shared(workload):
+            plan_once(find_policy(policy), workload, machine, replace(EAGER, effort=effort))
+            assert bool(workload.derived[RECORDS]) == (effort > ANY_PLAN)
 
 
 def test_what_steps_need_is_asked_once_wherever_the_plan_moves() -> None:
@@ -93,9 +105,10 @@ def test_what_does_not_fit_is_refused_each_time_and_planned_once() -> None:
                 plan_once(all_on_gpu, workload, machine, EAGER)
             frames.add(len(refused.traceback))
         assert len(calls) == len(frames) == 1
+        larger = with_host_budget(machine, 2 * machine.host_budget_bytes)
         with pytest.raises(DoesNotFit):
-            plan_once(all_on_gpu, workload, replace(machine), EAGER)
-    assert calls == [machine] * 2
+            plan_once(all_on_gpu, workload, larger, EAGER)
+    assert calls == [machine, larger]
 
 
 def test_what_a_run_on_disks_leaves_of_a_host_is_one_object_whatever_is_asked_in_between() -> None:

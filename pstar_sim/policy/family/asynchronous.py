@@ -228,7 +228,7 @@ class Asynchronous:
 
     def _emit(self, chosen: Attempt, attempts: Sequence[Attempt], most: int, bound_s: float) -> Plan:
         plan = chosen.plan(self._choices(chosen, attempts, most, bound_s))
-        return faster_in_parts(plan, chosen.iteration_s)[0]
+        return plan if self.job.settings.any_will_do else faster_in_parts(plan, chosen.iteration_s)[0]
 
     def _choices(self, chosen: Attempt, attempts: Sequence[Attempt], most: int, bound_s: float) -> dict[str, object]:
         g = self.job

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from pstar_sim.core.choose import Window, choose
 from pstar_sim.core.draft import Draft
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Queue
 from pstar_sim.policy.family.course import Course, Knobs
+from pstar_sim.policy.family.pace import period_s
 from pstar_sim.policy.family.shorter import LeftOut, left_out_of
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.schedule import Modes, Schedule
@@ -30,6 +31,8 @@ class Attempt:
     window: Window
     left_out: LeftOut | None = None
     followed_s: float | None = None
+    _plan: Plan | None = field(default=None, compare=False)
+    _period_s: float | None = field(default=None, compare=False)
 
     @property
     def fetched_bytes(self) -> int:
@@ -70,7 +73,15 @@ class Attempt:
         return same and burden_of(self) == burden_of(other)
 
     def plan(self, choices: Mapping[str, object] | None = None) -> Plan:
-        return plan_of(self.schedule, self.draft, self.window, choices)
+        if self._plan is None:
+            self._plan = plan_of(self.schedule, self.draft, self.window)
+        return replace(self._plan, choices=dict(choices or {}))
+
+    def period_s(self) -> float:
+        """Of its plan."""
+        if self._period_s is None:
+            self._period_s = period_s(self.plan())
+        return self._period_s
 
 
 def burden_of(made: Attempt) -> tuple[int, int]:

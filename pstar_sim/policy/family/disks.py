@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pstar_sim.policy.family.attempt import Attempt
-from pstar_sim.policy.family.pace import period_s
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.schedule import TRIPS, Modes
 from pstar_sim.policy.kit.ties import least_of
@@ -92,7 +91,7 @@ def fastest_apart(whole: Attempt, make: Callable[[Modes], Attempt]) -> Attempt:
 def fastest_on_disks(tried: Sequence[Attempt]) -> Attempt:
     """They are followed unless every window repeats."""
     steady = len(tried) == 1 or all(a.window.repeats for a in tried)
-    timed = [(a, a.iteration_s if steady else period_s(a.plan())) for a in tried]
+    timed = [(a, a.iteration_s if steady else a.period_s()) for a in tried]
     return least_of(timed, seconds=itemgetter(1), burden=lambda a: (needed_on_disks(a[0].course.job, a[0].modes),))[0]
 
 

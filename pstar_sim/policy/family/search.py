@@ -23,7 +23,6 @@ from pstar_sim.policy.family.attempt import Attempt, attempt_course, burden_of
 from pstar_sim.policy.family.course import Course, Knobs
 from pstar_sim.policy.family.disks import apart, with_disks
 from pstar_sim.policy.family.modes import Roofline, interleave, mode_facts, roofline
-from pstar_sim.policy.family.pace import period_s
 from pstar_sim.policy.family.pins import iteration_bounds, least_of_rivals, most_pins_of
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.schedule import Modes, modes_of
@@ -258,7 +257,7 @@ class Search:
         """A window that does not repeat may be several per cent off. Those in a shorter job are made again
         (`whole`)."""
         if not self._times_left_out:
-            found.followed_s = period_s(found.plan())
+            found.followed_s = found.period_s()
             self.effort_ops -= len(found.draft.rows)
 
     def _key(self, trial: Trial) -> tuple[Modes, Knobs]:

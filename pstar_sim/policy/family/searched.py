@@ -20,7 +20,7 @@ from pstar_sim.core.layout import Layout, build_layout, size_near
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.family.attempt import Attempt
-from pstar_sim.policy.family.pace import faster_in_parts, period_s
+from pstar_sim.policy.family.pace import faster_in_parts
 from pstar_sim.policy.family.search import GOOD_ENOUGH, Search
 from pstar_sim.policy.family.shorter import shorter
 from pstar_sim.policy.kit.iteration_order import in_order
@@ -105,12 +105,14 @@ def own_plans(
     for search in over.by_seconds():
         if search.seconds >= least_s:
             return
-        for attempt in search.whole():  # followed, because the seconds of `choose` are a prediction
-            plan, seconds = attempt.plan(_choices(search, attempt, over)), search.seconds
-            if not settings.any_will_do:
-                plan, seconds = faster_in_parts(plan, period_s(plan))
+        for attempt in search.whole():
+            plan, seconds = attempt.plan(_choices(search, attempt, over)), attempt.iteration_s
+            if not settings.any_will_do:  # followed, because the seconds of `choose` are a prediction
+                plan, seconds = faster_in_parts(plan, attempt.period_s())
             least_s = min(least_s, seconds)
             yield SearchResult(seconds, name, plan, search.alone_s, (without_pins_s, with_any_s))
+            if settings.any_will_do:
+                return
 
 
 def jobs_of_sizes(name: str, workload: Workload, machine: Machine, settings: Settings, point: Point) -> Iterator[Job]:

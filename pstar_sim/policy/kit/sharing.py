@@ -17,6 +17,7 @@ from pstar_sim.workload.workload import Workload
 # Key of `Workload.derived`, for (policy, settings, id of the machine) -> (machine, plan or refusal), and for id of a
 # plan's steps, which stay when a plan is moved to another machine -> (steps, seconds per iteration).
 _PLANS = ("plans",)
+_MACHINES = "machines"  # in keys of the same, for different machines with a host's bytes
 _LEAST = ("least seconds",)  # key of the same, for (policy, settings, id of the machine) -> (machine, seconds)
 _MOST_RECORDS = 4  # a plan is followed when it is made, when its memory is asked for, and when it is shown
 
@@ -42,10 +43,14 @@ def plans_shared(*workloads: Workload) -> Iterator[None]:
 
 
 def plan_once(policy: Function, workload: Workload, machine: Machine, settings: Settings) -> Plan:
-    """By a pure policy; inside `plans_shared`, the same objects give the same plan. Raises the policy's errors."""
+    """By a pure policy; inside `plans_shared`, equal machines give the same plan. Raises the policy's errors."""
     known = workload.derived.get(_PLANS)
     if not isinstance(known, dict):
         return policy(workload, machine, settings)
+    alike = known.setdefault((_MACHINES, machine.host.memory_bytes), [])
+    if machine not in alike:
+        alike.append(machine)
+    machine = alike[alike.index(machine)]
     _, outcome = known.get((policy, settings, id(machine)), (None, None))
     if outcome is None:
         try:

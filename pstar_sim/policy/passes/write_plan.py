@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from pstar_sim.core.choose import Window
 from pstar_sim.core.draft import Draft, DraftRow
 from pstar_sim.core.plan import Plan, Resident
@@ -12,11 +10,9 @@ from pstar_sim.policy.passes.builder import After, Builder
 from pstar_sim.policy.passes.edges import memory_edges
 
 
-def plan_of(schedule: Schedule, draft: Draft, window: Window, choices: Mapping[str, object] | None = None) -> Plan:
-    """choices: for `explain`, besides the predicted seconds per iteration."""
+def plan_of(schedule: Schedule, draft: Draft, window: Window) -> Plan:
     job = schedule.job
     b = Builder(job.name, job.workload, job.machine, job.settings, layout=job.layout, trips=False)
-    b.choices.update(choices or {})
     b.predictions["policy_iteration_s"] = window.iteration_s
     _residents(b, schedule)
     ends = _steps(b, schedule, draft, window)
