@@ -4,10 +4,9 @@ All are followed. The plan is at most 0.01 % slower than that of any shipped pol
 otherwise. With other options a policy may be faster (benchmarks/options.py). If GPUs differ, the planner chooses shares
 of the batch together with the plan (planner/balance.py).
 
-[Note: which order] A loop of the user runs micro-batches one after the other, in the order of the workload. If
-`session.step` runs the iterations (`Settings.loop`), layer-major order is searched too, with the boundary activations
-on the GPU and on the host. The layer-major policies are then rivals too, unless an order is given
-(`optimal:order=depth-first`).
+[Note: which order] A loop of the user runs micro-batches in the workload's order. For `session.step`
+(`Settings.loop`), layer-major order is searched too, with boundary activations on the GPU and on the host; layer-major
+policies are then rivals, unless an order is given.
 """
 
 from __future__ import annotations
@@ -77,8 +76,7 @@ def optimal(
 
     shard: "parameters": no plans that slice otherwise.
     shares: chosen by planner/balance.py.
-    changes: coordinates of another point. If any is given, the plans of other policies are left out. `order` may also
-        be "fastest".
+    changes: coordinates of another point, without plans of other policies. `order` may also be "fastest".
 
     Raises DoesNotFit, with the needs of optimal's own modes, if no policy fits.
     """
@@ -94,6 +92,7 @@ def optimal(
         except DoesNotFit as short:
             reason = reason or short
     if not changes and not settings.any_will_do:
+        found += _behind_barrier(workload, machine, settings, found)
         found += _others(workload, machine, settings, found, orders)
     if not changes and not found and machine.nvme is not None:
         found += _from_disks(workload, machine, settings)
@@ -147,6 +146,24 @@ def _order_words(found: Sequence[SearchResult], best: SearchResult, orders: Sequ
         least_s[order] = min(least_s[order], f.seconds)
     said = {order: "does not fit" if s == math.inf else format_s(s) for order, s in least_s.items()}
     return "; ".join(f"{_WORDS[order]}: {seconds}" for order, seconds in said.items())
+
+
+def _behind_barrier(
+    workload: Workload, machine: Machine, settings: Settings, own: Sequence[SearchResult]
+) -> Iterator[SearchResult]:
+    """Where none is asked for, with the effort that is left: it may make room for sums."""
+    asked = settings.barrier(workload.compute_dtype) is not None
+    left = max((f.left for f in own), default=0.0)
+    if asked or workload.micro_batches == 1 or machine.data_parallel_size > 1 or not left:
+        return
+    less = replace(settings, effort=left * settings.effort)
+    with contextlib.suppress(DoesNotFit):
+        for one in own_plans(workload, machine, less, replace(POINT, barrier=True), "optimal", sizes=True):
+            choices = {
+                **one.plan.choices,
+                "barrier": "the plan's own: no Adam before the last gradient leaves more room",
+            }
+            yield replace(one, plan=replace(one.plan, settings=settings, choices=choices))
 
 
 def _others(

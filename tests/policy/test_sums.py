@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
+from bounded import random_job
 
 from pstar_sim.bounds.bounds import lower_bound
 from pstar_sim.core.plan import Plan, Settings, load_plan
@@ -214,6 +216,16 @@ def test_the_search_finds_them_and_explain_says_where() -> None:
     tide = find_policy("tide:sums=on")(where.workload, where.machine, where.settings)
     tide.check()
     assert "stream" not in tide.modes
+
+
+def test_where_nothing_asks_for_a_barrier_one_of_the_plans_own_makes_room_for_sums() -> None:
+    w, machine, settings = random_job(Random("options 413"))
+    settings = replace(settings, sums="16-bit")
+    assert settings.update == "eager" and w.micro_batches == 2
+    plan, eager = (find_policy(name)(w, machine, settings) for name in ("optimal", "tide"))
+    plan.check()
+    assert plan.settings == settings and "barrier" in plan.choices
+    assert play(plan).iteration_s < 0.9 * play(eager).iteration_s
 
 
 @pytest.mark.parametrize("clip", [False, True])

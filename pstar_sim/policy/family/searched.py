@@ -62,9 +62,9 @@ COPIES_DOWN = {"edf": "as the next forward needs them", "fifo": "in the order th
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """seconds: as followed.
-    pins_alone_s: least of the closed form without streams.
+    """pins_alone_s: least of the closed form without streams.
     rivals_s: `least_of_rivals` of any size.
+    left: of the effort, unless a plan is good enough.
     """
 
     seconds: float
@@ -72,11 +72,12 @@ class SearchResult:
     plan: Plan
     pins_alone_s: float = 0.0
     rivals_s: tuple[float, float] = (0.0, 0.0)
+    left: float = 0.0
 
 
 @without_garbage_collection()
 def searched(name: str, workload: Workload, machine: Machine, settings: Settings, point: Point) -> Plan:
-    """The best at the usual chunk size, for another policy of the family that may stream. Raises DoesNotFit."""
+    """The best at the usual chunk size, for another policy that may stream. Raises DoesNotFit."""
     own = own_plans(workload, machine, settings, point, name)
     best = least_of(own, seconds=lambda f: f.seconds, burden=lambda f: burden(f.plan))
     predictions = dict(best.plan.predictions) | {"policy_iteration_s": best.seconds}
@@ -92,7 +93,7 @@ def own_plans(
     *,
     sizes: bool = False,
 ) -> Iterator[SearchResult]:
-    """Of the best search over chunk sizes, and of the next best until none can be faster.
+    """Of the best search over chunk sizes, and the next best until none can be faster.
 
     sizes: others are tried, if the settings leave the size open.
 
@@ -110,7 +111,7 @@ def own_plans(
             if not settings.any_will_do:  # followed, because the seconds of `choose` are a prediction
                 plan, seconds = faster_in_parts(plan, attempt.period_s())
             least_s = min(least_s, seconds)
-            yield SearchResult(seconds, name, plan, search.alone_s, (without_pins_s, with_any_s))
+            yield SearchResult(seconds, name, plan, search.alone_s, (without_pins_s, with_any_s), over.left())
             if settings.any_will_do:
                 return
 
@@ -205,6 +206,9 @@ class _Sizes:
 
     def best(self) -> Search:
         return self.by_seconds()[0]
+
+    def left(self) -> float:
+        return 0.0 if self.best().good_enough else max(0, self.left_ops) / max(1, self.all_ops)
 
     def stopped(self) -> str:
         if self.best().good_enough:
