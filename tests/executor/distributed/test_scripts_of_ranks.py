@@ -27,7 +27,7 @@ def folder(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("scripts")
     flags = ("--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--main_process_port", "0",
              "--mixed_precision", "no", "--dynamo_backend", "no")  # fmt: skip
-    own = {"PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), *sys.path]), "ZYGOTE_END": "whole"}
+    own = {"PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), *sys.path])}
     done = subprocess.run(
         [python, "-W", "ignore", "-m", "accelerate.commands.launch", *flags, str(SCRIPT), str(place)],
         env={**os.environ, "OMP_NUM_THREADS": "1", **own},

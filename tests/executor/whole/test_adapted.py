@@ -70,7 +70,7 @@ def with_peft(kind: str, given: Adapter, *, checkpointing: bool) -> Workload:
         ("llama", "r=8,targets=q_proj+v_proj"),
         ("llama", r"r=4,targets=.*\.1\..*(q|gate)_proj,save=lm_head+norm,rs"),
         ("gpt2", "r=8,targets=c_attn,dora"),
-        ("phi", "r=8,targets=q_proj+v_proj"),
+        pytest.param("phi", "r=8,targets=q_proj+v_proj", marks=pytest.mark.whole),
         ("phi", "r=8,targets=all-linear"),
         ("bloom", "r=8,targets=query_key_value+dense,save=ln_f"),
     ],
