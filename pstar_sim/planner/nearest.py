@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from operator import add
 from typing import Any, NamedTuple
 
 from pstar_sim.catalog.attention import ATTENTION, USUAL
@@ -33,7 +34,7 @@ from pstar_sim.workload.lora import adapter_of, base_of, is_stack, packed_bytes
 from pstar_sim.workload.optimizers import MASTERS, OPTIMIZERS
 from pstar_sim.workload.presets import can_vary, has_kernels, variant
 from pstar_sim.workload.presets.shortened import shortened_variant
-from pstar_sim.workload.workload import Tensor, Workload, with_optimizer
+from pstar_sim.workload.workload import Moment, Tensor, UseKind, Workload, with_optimizer
 
 _EXACT, _INEXACT = ("loading", "kernels", "loss", "micro-batches", "checkpointing"), ("optimizer", "base", "LoRA")
 KINDS = (*_EXACT, "policy", *_INEXACT, "disks", "host memory", "GPU memory", "machine")
@@ -243,13 +244,13 @@ class Elsewhere:
             job = self.job(options)
             if job is None:
                 return None
-            return _sizes_of(job[0], partial(_of_all, job[0]), job[0].peak_non_model_bytes, loading, local_ranks)
+            return _sizes_of(job[0], partial(_of_all, job[0]), job[0].moments, _read(job[0]), loading, local_ranks)
         try:
             few = shortened_variant(self.workload, shape=self._shape, **given)
         except PstarError:
             return None
-        w, peak_bytes = with_optimizer(few.written.workload, *optimizer), max(m.peak_bytes for m in few.moments)
-        return _sizes_of(w, few.total, peak_bytes, loading, local_ranks)
+        w = with_optimizer(few.written.workload, *optimizer)
+        return _sizes_of(w, few.total, few.moments, few.each(_read(w)[:-1]), loading, local_ranks)
 
     def _given(
         self, options: Mapping[str, _Option]
@@ -264,6 +265,7 @@ class _Sizes(NamedTuple):
     model_bytes: int
     peak_bytes: int
     startup_bytes: int
+    least_gpu_bytes: int
 
 
 _Of = Callable[[Sequence[Tensor]], int]
@@ -273,7 +275,23 @@ def _of_all(w: Workload, of: _Of) -> int:
     return of(w.tensors)
 
 
-def _sizes_of(w: Workload, total: Callable[[_Of], int], peak_bytes: int, loading: Loading, local_ranks: int) -> _Sizes:
+def _read(w: Workload) -> list[int]:
+    """Per moment."""
+    sizes = [0] * len(w.moments)
+    for use in w.uses:
+        if use.kind is UseKind.READ:
+            sizes[use.moment] += w.tensors[use.tensor].bytes
+    return sizes
+
+
+def _sizes_of(
+    w: Workload,
+    total: Callable[[_Of], int],
+    moments: Sequence[Moment],
+    read: Iterable[int],
+    loading: Loading,
+    local_ranks: int,
+) -> _Sizes:
     """total: of all tensors, of which w may have a part."""
 
     def of_model(tensors: Sequence[Tensor]) -> int:
@@ -281,7 +299,8 @@ def _sizes_of(w: Workload, total: Callable[[_Of], int], peak_bytes: int, loading
         return states_bytes + DTYPES[w.dtype].bytes * trained + sum(t.bytes for t in tensors)
 
     loaded = total(lambda tensors: loading.weights_bytes(tensors, w.dtype))
-    return _Sizes(total(of_model), peak_bytes, loading.of_rank(loaded, local_ranks))
+    peaks = [moment.peak_bytes for moment in moments]
+    return _Sizes(total(of_model), max(peaks), loading.of_rank(loaded, local_ranks), max(map(add, peaks, read)))
 
 
 def nearest(
@@ -373,14 +392,16 @@ def asker(policy: str | Policy, *, others: Sequence[str] | None = OTHERS) -> Ask
 
 
 def _of_job(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNotFit) -> Remedy | None:
-    """[Note: the smallest change]: only a job that saves what the last refused one lacked is asked about."""
+    """[Note: the smallest change]: only a job that saves what the last lacked is asked about."""
     machine = elsewhere.machine
     last, refused = error, elsewhere.sizes({})
     places = {error.place}
 
     def saves_enough(sizes: _Sizes) -> bool:
         assert refused is not None
-        return last.needed_bytes - _saved_bytes(refused, sizes, last.place, machine) <= last.available_bytes
+        least_bytes = sizes.least_gpu_bytes if last.place == "gpu" else 0
+        saved_bytes = _saved_bytes(refused, sizes, last.place, machine)
+        return max(least_bytes, last.needed_bytes - saved_bytes) <= last.available_bytes
 
     def fits(options: Mapping[str, _Option]) -> bool:
         nonlocal last, refused

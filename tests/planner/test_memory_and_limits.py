@@ -912,6 +912,33 @@ def test_changed_jobs_are_sized_as_if_all_their_layers_were_written() -> None:
         trained_bytes = w.trainable_params * 2 + w.states_bytes
         assert sizes.model_bytes == sum(t.bytes for t in w.tensors) + trained_bytes
         assert (sizes.peak_bytes, sizes.startup_bytes) == (w.peak_non_model_bytes, loading.startup_bytes(w, 1))
+        read = [
+            sum(w.tensors[u.tensor].bytes for u in w.uses if u.moment == n and u.kind == "read")
+            for n in range(len(w.moments))
+        ]
+        assert sizes.least_gpu_bytes == max(m.peak_bytes + size for m, size in zip(w.moments, read))
+
+
+def test_a_job_is_not_asked_about_where_what_a_moment_reads_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer's experts are 2.8 GB, and a quarter of that where a base is packed."""
+    w, m = preset("mixtral-8x7b", batch=8, seq=64), ps.machine("virtual", gpu_memory="4.2GB", host_memory="1TB")
+    asked = list[ps.Workload]()
+
+    def recorded(policy: str, changed: ps.Workload, where: ps.Machine, *rest: Any, **more: Any) -> ps.DoesNotFit | None:
+        asked.extend([changed] if where is m and policy == "tide" else [])
+        return shortage(policy, changed, where, *rest, **more)
+
+    monkeypatch.setattr(nearest, "shortage", recorded)
+    (row,) = fits(w, m, policies=["tide"], times=False, near=None).rows
+    least_bytes = [_least_bytes(each, m) for each in (w, *asked)]
+    assert 0.95 * (row.gpu_needed_bytes or 0) < least_bytes[0] <= (row.gpu_needed_bytes or 0)
+    assert asked and max(least_bytes[1:]) <= m.gpu_budget_bytes < least_bytes[0]
+
+
+def _least_bytes(w: ps.Workload, machine: ps.Machine) -> int:
+    sizes = Elsewhere(w, machine).sizes({})
+    assert sizes is not None
+    return sizes.least_gpu_bytes
 
 
 @pytest.mark.whole
