@@ -203,7 +203,7 @@ def stored_extra(folder: str | Path) -> Restored:
     check_files(opened.folder, opened.manifest, opened.manifest.files.keys() & {EXTRA})
     _read_headers(opened)
     extra = opened.decoded(opened.manifest.extra, "extra")
-    return Restored(opened.manifest.iteration, extra, f"checkpoint {opened.folder}")
+    return Restored(opened.manifest.iteration, extra, f"continued from checkpoint {opened.folder}")
 
 
 def _open(folder: Path) -> _SoundCheckpoint:

@@ -476,7 +476,11 @@ def _offer_cells(row: Offer) -> tuple[str, ...]:
         _at_least(row.days, row.least_days, _days),
         "" if row.usd_per_hour is None else f"{row.usd_per_hour:,.2f}",
         _at_least(row.usd, row.least_usd, "{:,.0f}".format),
-        "" if row.usd_per_million_tokens is None else f"{row.usd_per_million_tokens:.4f}",
+        ""
+        if row.usd_per_million_tokens is None
+        else f"{row.usd_per_million_tokens:,.2f}"
+        if row.usd_per_million_tokens >= 1
+        else f"{row.usd_per_million_tokens:#.3g}",
     )
 
 

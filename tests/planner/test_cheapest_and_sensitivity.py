@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,14 @@ def test_days_and_dollars_by_hand() -> None:
     assert b.days == pytest.approx(300_000 / 86_400)
     assert b.usd == pytest.approx(1000.0)
     assert b.usd_per_million_tokens == pytest.approx(0.0033333, rel=1e-4)
+
+
+def test_dollars_have_as_many_digits_as_their_error_allows(tmp_path: Path) -> None:
+    """A million tokens at these rates and prices cost about 0.018 and 36 USD."""
+    job: dict[str, Any] = {"tokens": 1e9, "batch": 8, "seq": 64, "machines": ["t4"], "policies": ["all_on_gpu"]}
+    for per_hour, wanted in ((0.5, r" 0\.0\d{3}$"), (1000.0, r" \d+\.\d{2}$")):
+        table = cheapest_text(cheapest("gpt2", prices=prices(tmp_path, t4=per_hour), **job), width=200)
+        assert re.search(wanted, table, re.MULTILINE), table
 
 
 def prices(folder: Path, **usd: float) -> str:

@@ -245,6 +245,16 @@ def test_a_prediction_by_other_rates_has_neither_the_bound_nor_the_error_of_the_
     assert "above the bound" in own and "predicted with the rates" not in own
 
 
+def test_many_times_as_long_is_no_percentage(compared: Comparison, folder: Path) -> None:
+    planned = compared["tide"]
+    slow = replace(play(planned.plan, jitter=lambda step, k: 40.0), source="measured")
+    RunTimelines(predicted=planned.timeline, measured=slow).save(folder / "slow.json")
+    out = folder / "slow.html"
+    assert main(["report", str(folder / "tide.json"), str(folder / "slow.json"), "-o", str(out), "--quiet"]) == 0
+    answer = re.search(r'<p class="answer">(.*?)</p>', out.read_text(encoding="utf-8").replace("&nbsp;", " "))
+    assert answer is not None and answer[1].endswith(", 40 times as long.")
+
+
 def test_a_legend_names_what_its_chart_draws_and_shows_lines_as_lines(folder: Path) -> None:
     text = (folder / "run.html").read_text(encoding="utf-8")
     found = re.findall(r'<div data-x="(time|moment)"(?: hidden)?><ul class="legend">(.*?)</ul>', text)

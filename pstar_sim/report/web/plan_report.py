@@ -173,8 +173,10 @@ class _Page:
                 said.append(f"{other.title}: {format_s(seconds)}{_error(other)} for another job")
                 continue
             than = "as long" if abs(share) < 5e-4 else f"{change[1:]} {'longer' if share > 0 else 'shorter'}"
+            if other.measured and share > 1:
+                than = f"{1 + share:.3g} times as long"
             if other.measured and len(others) > 1:
-                than += " as predicted" if than == "as long" else " than predicted"
+                than += " as predicted" if than.endswith("as long") else " than predicted"
             said.append(f"{other.title}: {format_s(seconds)}{_error(other)}, {than}")
         return "; ".join(said) + "."
 

@@ -297,7 +297,7 @@ def test_another_text_begins_anew_and_says_so(job: Any, tmp_path: Path) -> None:
     (tmp_path / "other" / "b.txt").write_text("all the world is a stage " * 40)
     other = dataclasses.replace(job, data=f"text:{tmp_path / 'other'}")
     result = other.run(plan, steps=2, keeping=Keeping(resume=ck))
-    assert "the data is not the checkpoint's and begins anew" in result.notes[0]
+    assert result.notes == (f"continued from checkpoint {ck}; the data is not the checkpoint's and begins anew",)
 
 
 def test_a_job_begins_from_weights(job: Any, tmp_path: Path) -> None:
