@@ -285,6 +285,7 @@ def know_alone(peers: Any, argv: list[str], folder: Path, names: list[str], peak
             file.write(json.dumps({"key": key, "result": held}) + "\n")
 
 
+@pytest.mark.whole
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # eight seconds of imports per process, on a loaded machine minutes
 def test_contenders_in_turns(
