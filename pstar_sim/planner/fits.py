@@ -23,11 +23,11 @@ from pstar_sim.planner.memory_needs import (
     OTHERS,
     Need,
     Phase,
+    bytes_of_pins,
     disk_shortage,
     gpu_bytes_in_order,
     host_shortage,
     least_gpu_bytes,
-    least_of_pins,
     memory_need,
     need_with_room,
     shortage,
@@ -412,15 +412,17 @@ class Asked:
         """On this machine; others with an answer are not asked."""
         tried = [one for one in OTHERS if not leaves_out(one, self.workload, self.machine, self.settings)]
         others = [one for one in tried if one not in self.least]
-        known_bytes: int | None = None
-        if can(policy).tries_others:
-            known_bytes = min((size for one in tried if (size := self.least.get(one)) is not None), default=None)
+        able, known = can(policy), [bytes_of_pins(policy, self.workload, self.machine, self.settings, self.loading)]
+        alone = able.point is not None and not able.point.streams and not able.tries_others
+        if able.tries_others:
+            known += [self.least.get(one) for one in tried]
+        enough_bytes = min((size for size in known if size is not None), default=None)
         return self.least_gpu_bytes(
             policy,
             self.machine,
             others=others,
-            known_bytes=known_bytes,
-            least_bytes=least_of_pins(policy, self.workload, self.machine, self.settings, self.loading),
+            known_bytes=enough_bytes,
+            least_bytes=enough_bytes if alone else None,  # others stream, or pin otherwise
             plan=plan,
         )
 
@@ -530,7 +532,7 @@ def _with_room(row: Fit, job: Asked, error: DoesNotFit) -> tuple[Fit, DoesNotFit
     if roomy is None:
         return row, error
     if roomy.gpu_shortage is None:
-        by_pins = least_of_pins(row.policy, job.workload, roomy.machine, job.settings, job.loading)
+        by_pins = bytes_of_pins(row.policy, job.workload, roomy.machine, job.settings, job.loading)
         least_bytes = machine.gpu_budget_bytes if by_pins is None else by_pins
         gpu_bytes = job.least_gpu_bytes(row.policy, roomy.machine, others=None, least_bytes=least_bytes)
     else:

@@ -477,8 +477,6 @@ def memory_need(
             plan = with_room(plan_with, policy, workload, machine, settings, loading=loading)
             need = need_of_plan(plan, loading)
         else:
-            if refusal is not None and workload.micro_batches == 1:
-                raise refusal  # without sums, plans keep on the host what each size was asked about
             where = machine
             if refusal is not None and not fewest and not machine.unified:
                 # where weights are loaded beside them, lists on the host have no more
@@ -630,7 +628,7 @@ def _own_jobs(
     return (Job(name, in_order(name, workload, able.point.order), machine, settings, able.point),)
 
 
-def least_of_pins(
+def bytes_of_pins(
     policy: str, workload: Workload, machine: Machine, settings: Settings, loading: Loading = WHOLE
 ) -> int | None:
     """Least GPU bytes for the pins that the host asks for, over chunk sizes; None if only plans tell."""
@@ -639,7 +637,6 @@ def least_of_pins(
         return None
     for job in _own_jobs(policy_name(policy), able, workload, machine, settings, usual=False):
         with suppress(DoesNotFit):
-            check_gpu(job)
             found.append(least_budget(job, _asynchronous_need(job, machine, loading, fewest=True).pins or 0))
     return min(found, default=None)
 

@@ -163,7 +163,8 @@ def _behind_barrier(
                 **one.plan.choices,
                 "barrier": "the plan's own: no Adam before the last gradient leaves more room",
             }
-            yield replace(one, plan=replace(one.plan, settings=settings, choices=choices))
+            plan = replace(one.plan, settings=settings, choices=choices)
+            yield SearchResult(one.seconds, one.of, plan)  # its closed forms are no others'
 
 
 def _others(

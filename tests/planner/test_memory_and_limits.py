@@ -169,9 +169,9 @@ def test_the_least_gpu_budget_does_and_one_byte_less_does_not(policy: str) -> No
     assert shortage(policy, w, ps.machine("virtual", gpu_memory=least - 1), ps.Settings()) is not None
 
 
-@pytest.mark.parametrize("policy", ["tide", "optimal"])
-def test_where_the_host_asks_for_pins_the_least_gpu_budget_is_to_the_byte(policy: str) -> None:
-    w, m = preset("gpt2", batch=1, seq=64), ps.machine("virtual", gpu_memory="1.5GB", host_memory="3.6GB")
+def test_where_the_host_asks_for_pins_the_least_gpu_budget_is_to_the_byte() -> None:
+    policy, w = "tide", preset("gpt2", batch=1, seq=64)
+    m = ps.machine("virtual", gpu_memory="1.5GB", host_memory="3.6GB")
     (row,) = fits(w, m, policies=[policy], times=False, near=False)
     need = memory_need(policy, w, m, ps.Settings())
     least = row.gpu_needed_bytes
@@ -179,6 +179,16 @@ def test_where_the_host_asks_for_pins_the_least_gpu_budget_is_to_the_byte(policy
     assert shortage(policy, w, ps.machine("virtual", gpu_memory=least, host_memory="3.6GB"), ps.Settings()) is None
     less = shortage(policy, w, ps.machine("virtual", gpu_memory=least - 1, host_memory="3.6GB"), ps.Settings())
     assert less is not None and less.place == "host"
+
+
+def test_optimal_fits_where_streams_or_other_pins_leave_less_on_the_host_than_its_first_chunks() -> None:
+    w = preset("gpt2", batch=1, seq=256, optimizer="adafactor")
+    m = ps.machine("virtual", gpu_memory="376726576B", host_memory="2949854151B")
+    eager = ps.Settings(update="eager", clip=False)
+    with pytest.raises(ps.DoesNotFit):
+        memory_need("tide", w, m, eager)
+    assert memory_need("optimal", w, m, eager).host_bytes <= m.host_budget_bytes
+    assert planned("optimal", w, m, eager) is None
 
 
 def test_least_memories_of_an_answer_are_those_of_each_policy_alone_and_few_are_asked_for(
@@ -209,7 +219,9 @@ def test_the_least_memory_of_optimal_is_not_that_of_a_policy_that_it_does_not_tr
     needed = {row.policy: row.gpu_needed_bytes or 0 for row in answer.rows}
     assert needed["l2l"] < needed["optimal"]
     least_bytes = least_gpu_bytes(partial(shortage, "optimal", answer.workload, settings=eager), m)
-    assert needed["optimal"] == least_bytes
+    assert needed["optimal"] <= least_bytes
+    just = ps.machine("rtx4090", gpu_memory=needed["optimal"] + m.gpu.context_bytes)
+    assert shortage("optimal", answer.workload, just, eager) is None
 
 
 def test_where_the_host_is_short_chunks_are_pinned() -> None:
@@ -281,7 +293,7 @@ def test_fits_says_yes_where_compare_plans_from_the_disks() -> None:
 
 
 def test_optimal_falls_back_on_the_others_where_rounding_or_start_up_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own modes have no room, so that no plan is made: the first policy that has, all_on_gpu left out as
+    """Neither its own modes nor its plan have room: the first policy that has, in their order, all_on_gpu left out as
     the GPU is too small for it."""
     w = preset("gpt2", batch=1, seq=64)
     m = ps.machine("virtual", gpu_memory="1GB")
@@ -297,7 +309,7 @@ def test_optimal_falls_back_on_the_others_where_rounding_or_start_up_is_short(mo
     need = memory_need("optimal", w, m, ps.Settings())
     assert need.policy == "optimal"
     assert need.host_bytes == memory_need("zero_offload", w, m, ps.Settings()).host_bytes
-    assert asked == ["own"]
+    assert asked == ["own", "own"]
     with pytest.raises(ps.DoesNotFit, match="optimal does not fit: gpu needs"):
         memory_need("optimal", w, ps.machine("virtual", gpu_memory="10MB"), ps.Settings())
 

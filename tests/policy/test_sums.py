@@ -228,6 +228,13 @@ def test_where_nothing_asks_for_a_barrier_one_of_the_plans_own_makes_room_for_su
     assert play(plan).iteration_s < 0.9 * play(eager).iteration_s
 
 
+def test_a_barrier_of_the_plans_own_leaves_out_no_rival() -> None:
+    w, machine, settings = random_job(Random("review 35"))
+    settings = replace(settings, update="eager", clip=False)
+    best, rival = (play(find_policy(name)(w, machine, settings)) for name in ("optimal", "static_partition"))
+    assert best.iteration_s <= rival.iteration_s * 1.0001
+
+
 @pytest.mark.parametrize("clip", [False, True])
 def test_on_two_gpus_each_gradient_is_summed_over_them_and_the_slice_of_the_sum_goes_down_once(clip: bool) -> None:
     """A slice of a gradient is 1 MiB and one of a sum 2 MiB. On the GPU the sum is added to by a reduce-scatter."""
