@@ -477,12 +477,11 @@ def memory_need(
             plan = with_room(plan_with, policy, workload, machine, settings, loading=loading)
             need = need_of_plan(plan, loading)
         else:
-            where = machine
             if refusal is not None and not fewest and not machine.unified:
                 # where weights are loaded beside them, lists on the host have no more
                 room_bytes = machine.host_budget_bytes - loading.startup_bytes(workload, machine.local_ranks)
-                where = with_host_budget(machine, max(1, room_bytes))
-            need = need_of_plan(_moved(plan_on(where), machine), loading)
+                plan_on(with_host_budget(machine, max(1, room_bytes)))
+            need = need_of_plan(plan_on(machine), loading)
         if refused and not able.counts_host:
             _check_host(need, machine)
     except DoesNotFit:
