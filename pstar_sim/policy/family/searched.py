@@ -112,8 +112,6 @@ def own_plans(
                 plan, seconds = faster_in_parts(plan, attempt.period_s())
             least_s = min(least_s, seconds)
             yield SearchResult(seconds, name, plan, search.alone_s, (without_pins_s, with_any_s), over.left())
-            if settings.any_will_do:
-                return
 
 
 def jobs_of_sizes(name: str, workload: Workload, machine: Machine, settings: Settings, point: Point) -> Iterator[Job]:
