@@ -23,7 +23,7 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.plan_set import slices_as
 from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError
 from pstar_sim.policy.family.pace import period_s
-from pstar_sim.policy.family.searched import SearchResult, own_plans
+from pstar_sim.policy.family.searched import LONG_LOOK, SearchResult, own_plans
 from pstar_sim.policy.kit.capabilities import Capabilities, capabilities_of
 from pstar_sim.policy.kit.iteration_order import ORDERS, in_order, order_of
 from pstar_sim.policy.kit.options import Option, one_of, specified
@@ -151,12 +151,12 @@ def _order_words(found: Sequence[SearchResult], best: SearchResult, orders: Sequ
 def _behind_barrier(
     workload: Workload, machine: Machine, settings: Settings, own: Sequence[SearchResult]
 ) -> Iterator[SearchResult]:
-    """Where none is asked for, with the effort that is left: it may make room for sums."""
+    """Where none is asked for, with a look's effort: it may make room for sums."""
     asked = settings.barrier(workload.compute_dtype) is not None
     left = max((f.left for f in own), default=0.0)
     if asked or workload.micro_batches == 1 or machine.data_parallel_size > 1 or not left:
         return
-    less = replace(settings, effort=left * settings.effort)
+    less = replace(settings, effort=min(left, LONG_LOOK) * settings.effort)
     with contextlib.suppress(DoesNotFit):
         for one in own_plans(workload, machine, less, replace(POINT, barrier=True), "optimal", sizes=True):
             choices = {
