@@ -412,10 +412,11 @@ class Asked:
         """On this machine; others with an answer are not asked."""
         tried = [one for one in OTHERS if not leaves_out(one, self.workload, self.machine, self.settings)]
         others = [one for one in tried if one not in self.least]
-        able, known = can(policy), [bytes_of_pins(policy, self.workload, self.machine, self.settings, self.loading)]
+        able = can(policy)
         alone = able.point is not None and not able.point.streams and not able.tries_others
-        if able.tries_others:
-            known += [self.least.get(one) for one in tried]
+        known = [self.least.get(one) for one in tried if able.tries_others]
+        if alone:
+            known.append(bytes_of_pins(policy, self.workload, self.machine, self.settings, self.loading))
         enough_bytes = min((size for size in known if size is not None), default=None)
         return self.least_gpu_bytes(
             policy,
