@@ -414,9 +414,9 @@ class Asked:
         others = [one for one in tried if one not in self.least]
         able = can(policy)
         alone = able.point is not None and not able.point.streams and not able.tries_others
-        known = [self.least.get(one) for one in tried if able.tries_others]
+        known = [self.least.get(one) for one in tried] if able.tries_others else []
         if alone:
-            known.append(bytes_of_pins(policy, self.workload, self.machine, self.settings, self.loading))
+            known = [bytes_of_pins(policy, self.workload, self.machine, self.settings, self.loading)]
         enough_bytes = min((size for size in known if size is not None), default=None)
         return self.least_gpu_bytes(
             policy,

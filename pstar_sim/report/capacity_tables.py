@@ -436,6 +436,10 @@ def _deadline(time_s: float) -> str:
     return f"{time_s:g} s"
 
 
+def _dollars(usd: float) -> str:
+    return f"{usd:,.2f}" if usd >= 1 else f"{usd:#.3g}"
+
+
 def _days(days: float) -> str:
     return f"{days:,.1f}" if days >= 1 else f"{days:.2g}"
 
@@ -476,11 +480,7 @@ def _offer_cells(row: Offer) -> tuple[str, ...]:
         _at_least(row.days, row.least_days, _days),
         "" if row.usd_per_hour is None else f"{row.usd_per_hour:,.2f}",
         _at_least(row.usd, row.least_usd, "{:,.0f}".format),
-        ""
-        if row.usd_per_million_tokens is None
-        else f"{row.usd_per_million_tokens:,.2f}"
-        if row.usd_per_million_tokens >= 1
-        else f"{row.usd_per_million_tokens:#.3g}",
+        "" if row.usd_per_million_tokens is None else _dollars(row.usd_per_million_tokens),
     )
 
 
