@@ -56,8 +56,7 @@ def calibrate(
         str | None,
         typer.Option(
             metavar="NAME|FILE.toml",
-            help="with --from-profile or --disks: the machine whose other figures stay (default: that of the trace's "
-            "GPU, or here)",
+            help="the machine whose other figures stay (default: that of the trace's GPU; with --disks, here)",
         ),
     ] = None,
     disks: Annotated[

@@ -33,7 +33,16 @@ from pstar_sim.planner.trust import Trust, trust, validation_digest
 from pstar_sim.planner.utilization import tflops_and_mfu
 from pstar_sim.policy.kit.sharing import least_known_s, plan_once, plans_shared, remember_s
 from pstar_sim.policy.kit.ties import AS_FAST, burden, least_of
-from pstar_sim.policy.registry import Policy, built_in, can, can_follow, find_policy, is_built_in, policy_name
+from pstar_sim.policy.registry import (
+    Policy,
+    built_in,
+    can,
+    can_follow,
+    find_policy,
+    is_built_in,
+    policy_name,
+    words_of_others,
+)
 from pstar_sim.renderers import render_html
 from pstar_sim.sim.play import peaks_of_ranks, play
 from pstar_sim.units import format_s
@@ -346,6 +355,7 @@ def _compare(
         planned=planned,
         notes=(
             *(found.gains[name] for name in order if name in found.gains),
+            *(words_of_others(order) if named else ()),
             *unmodelled_notes(workload, machine, timelines, short_of_gpu=short_of_gpu),
             *attention_notes(machine, workload.attention),
             *machine_notes(machine, [(p.plan, p.timeline) for p in planned.values()]),

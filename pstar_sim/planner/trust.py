@@ -1,6 +1,6 @@
 """Trust: the errors of predicted iteration times, by class of machine.
 
-[Note: classes] A class is a kind of GPU (the first part of its catalog name), the number of GPUs ("one GPU", "node" or
+[Note: classes] A class is a kind of GPU (its name without the gigabytes), the number of GPUs ("one GPU", "node" or
 "nodes"), the flavour of the kernels (workload/kernels.py; captured modules count as eager), whether the model has
 experts, is in fp32, in a dtype that the GPU lacks units for ("forced dtype") or has adapters, and whether the threads
 of CPU Adam are as a launcher leaves them ("as found"). Its errors are those of rows of whole iterations to which
@@ -23,6 +23,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -97,9 +98,9 @@ def error_of_ratio(ratio: float, *errors: float) -> float:
 
 
 def class_of(machine: Machine, workload: Workload) -> str:
-    """Unlike GPUs are their own class ("a100 + v100 node"): [Note: classes]."""
+    """Of unlike GPUs "a100 + v100 node" ([Note: classes])."""
     return class_name(
-        " + ".join(dict.fromkeys(r.gpu.name.split("-")[0] for r in machine.ranks)),
+        " + ".join(dict.fromkeys(generation_of(r.gpu.name) for r in machine.ranks)),
         ranks=machine.world_size,
         nodes=machine.nodes,
         kernels=workload.kernels,
@@ -111,6 +112,10 @@ def class_of(machine: Machine, workload: Workload) -> str:
         forced_dtype=any(timed_as(r.gpu, workload.compute_dtype) != workload.compute_dtype for r in machine.ranks),
         as_found=machine.host.as_found,
     )
+
+
+def generation_of(gpu: str) -> str:
+    return re.sub(r"-[0-9]+$", "", gpu)
 
 
 def class_name(

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import EntryPoint, entry_points
 
 from pstar_sim.catalog.machine import Machine
@@ -22,7 +22,7 @@ from pstar_sim.workload.workload import Workload
 
 __all__ = [
     "ENTRY_POINTS", "STAGED", "Policy", "built_in", "can", "can_follow", "find_policy", "is_built_in", "keeps_order",
-    "named", "own_words", "plan_to_run", "policies", "policy_at", "policy_name", "reorders",
+    "named", "own_words", "plan_to_run", "policies", "policy_at", "policy_name", "reorders", "words_of_others",
 ]  # fmt: skip
 
 ENTRY_POINTS = "pstar.policies"
@@ -148,6 +148,13 @@ def own_words(spec: str) -> str:
     if own is None:
         return spec
     return own if not options else f"{own}{',' if ':' in own else ':'}{options}"
+
+
+def words_of_others(names: Iterable[str]) -> tuple[str, ...]:
+    """A note where ELSEWHERE changed the name."""
+    if not any(split_spec(name)[0] == "zero3_resident" for name in names):
+        return ()
+    return ("zero3_resident is FSDP, or ZeRO-3 without offloading (reshard=off: ZeRO-2); see `pstar policies`",)
 
 
 def policy_name(spec: str | Policy) -> str:

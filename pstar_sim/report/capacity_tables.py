@@ -10,6 +10,7 @@ from pstar_sim.planner.batch_shares import UNMODELLED, unmodelled_notes
 from pstar_sim.planner.machine_notes import added_gpus_notes, attention_notes, pinned_notes, thread_notes, units_notes
 from pstar_sim.planner.nearest import as_flags, brings_words
 from pstar_sim.planner.trust import NOT_NEAR
+from pstar_sim.policy.registry import words_of_others
 from pstar_sim.report.tables import (
     batch_words,
     format_barred,
@@ -128,8 +129,7 @@ def _fit_notes(answer: Fits, *, why: bool) -> Iterator[str]:
     if short and not why:
         least = "≥, ≤: only what is short was sought; " if any(map(_is_least, answer.rows)) else ""
         yield f"{least}what needs the room, policy by policy: the same command with --why"
-    if len(answer.rows) > 1 and any(row.policy == "zero3_resident" for row in answer.rows):
-        yield "zero3_resident is ZeRO-3 (FSDP) without offloading; `pstar policies` lists the others"
+    yield from words_of_others(row.policy for row in answer.rows)
     elsewhere = answer.change is None or answer.change.words.startswith("on ")  # no flag of the job helps
     short_of_gpu = short == {"gpu"} and not (answer.any or answer.named) and elsewhere
     notes = unmodelled_notes(answer.workload, answer.machine, {}, short_of_gpu=short_of_gpu)

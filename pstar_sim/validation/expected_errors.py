@@ -13,7 +13,7 @@ from typing import NamedTuple
 from pstar_sim.dtypes import MASTER
 from pstar_sim.errors import PstarError
 from pstar_sim.files import write_atomically
-from pstar_sim.planner.trust import ANY, ANY_CLASS, FILE, class_name, enough, tells_of
+from pstar_sim.planner.trust import ANY, ANY_CLASS, FILE, class_name, enough, generation_of, tells_of
 from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.validation.results import WHOLE, Result, Validation, errors_of
 from pstar_sim.validation.rows import published_rows
@@ -99,7 +99,7 @@ def _judged(results: Iterable[Result]) -> list[Result]:
 
 def _class(r: Result) -> str:
     return class_name(
-        r.gpu.split("-")[0],
+        generation_of(r.gpu),
         ranks=r.gpus,
         nodes=r.nodes,
         kernels=r.kernels,

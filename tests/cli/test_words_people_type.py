@@ -42,8 +42,9 @@ def test_an_answer_is_that_of_the_own_name(capsys: pytest.CaptureFixture[str]) -
     for policies, seq in ((["ddp", "fsdp"], "512"), (["all_on_gpu", "zero3_resident"], "512")):
         flags = [word for name in policies for word in ("--policy", name)]
         assert main(["compare", *JOB, "--seq", seq, *flags, "--json"]) == 0
-        answers.append(json.loads(capsys.readouterr().out)["rows"])
-    assert answers[0] == answers[1]
+        answers.append(json.loads(capsys.readouterr().out))
+    assert answers[0]["rows"] == answers[1]["rows"]
+    assert any("zero3_resident is FSDP" in note for note in answers[0]["notes"])
 
 
 @pytest.mark.parametrize(("typed", "count"), [("16k", 16384), ("4K", 4096), ("1M", 1048576), ("300", 300)])

@@ -238,6 +238,8 @@ def test_fp32_and_adapters_are_classes_of_their_own() -> None:
     }  # fmt: skip
     card, plain = load_machine("a100-80"), preset("1B", batch=1, seq=128)
     assert class_of(card, plain) == "a100 one GPU"
+    own = replace(card, ranks=(replace(card.ranks[0], gpu=replace(card.gpu, name="my-card")),))
+    assert class_of(own, plain) == "my-card one GPU"
     assert class_of(card, preset("1B", batch=1, seq=128, lora=8, dtype="fp32")) == "a100 one GPU with fp32 and LoRA"
 
 
