@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import multiprocessing
 import random
 import shutil
@@ -22,12 +23,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 STEPS = 24
 DISK = "disk"
+PROCESSES = multiprocessing.get_context("fork")  # of one that runs no backward: after that, none could train
 SHARES = (0.25, 0.4, 0.55, 0.7, 1.0, 1.4, 2.0, 3.0, 5.0)
 
 
@@ -141,16 +144,13 @@ class Kills:
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
         self._draw = draw
-        self._processes = multiprocessing.get_context("forkserver")
         self._jobs = 0
         (folder / "corpus").mkdir()
         if case.host_share:
             (folder / DISK).mkdir()
         (folder / "corpus" / "letters.txt").write_text("".join(chr(97 + draw.randrange(26)) for _ in range(20_000)))
-        make_plan(case, folder / "plan.json")
-        warm = self._processes.Process(target=len, args=("",))  # the server of processes imports torch first
-        warm.start()
-        warm.join()
+        with ProcessPoolExecutor(1, mp_context=PROCESSES) as pool:
+            pool.submit(make_plan, case, folder / "plan.json").result()
         start_s = time.perf_counter()
         process = self._start("whole", resume=False)
         while process.is_alive() and not losses_of(folder / "whole.log"):
@@ -164,7 +164,7 @@ class Kills:
             raise SystemExit(f"{case.name}: the uninterrupted run ended with {process.exitcode}")
 
     def _start(self, name: str, *, resume: bool) -> Any:
-        process = self._processes.Process(target=train, args=(str(self.folder), name, resume))
+        process = PROCESSES.Process(target=train, args=(str(self.folder), name, resume))
         process.start()
         return process
 
@@ -241,8 +241,8 @@ class Kills:
 def kill_and_resume(count: int, *, seed: int = 0, cases: Sequence[Case] = CASES) -> Mapping[str, Any]:
     """Kill `count` processes, spread over the cases. Returns the figures: kills, kills during a save, jobs that were
     finished and found equal, problems (empty if all is well)."""
-    preloaded = ["executor.run", "transformers.models.gpt2", "torch._dynamo"]  # the last: torch's optimizers import it
-    multiprocessing.get_context("forkserver").set_forkserver_preload(preloaded)
+    for name in ("executor.run", "transformers.models.gpt2.modeling_gpt2", "torch._dynamo"):  # here once
+        importlib.import_module(name)
     draw = random.Random(seed)
     counts: Counter[str] = Counter()
     problems: list[str] = []
