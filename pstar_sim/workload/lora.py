@@ -233,6 +233,7 @@ class AdaptedTape(Tape):
         self.tokens = tokens
         self.input_first = family == "gpt"
         self._usual = replace(adapter, targets=adapter.targets or _DEFAULT[family])
+        self.alike = _in_all_layers(self._usual)
         self._linear: list[str] = []
         self._targets: dict[str, LowRank] = {}  # weight -> its adapter
         self._matrices: set[str] = set()
@@ -406,6 +407,12 @@ class AdaptedTape(Tape):
             if name in self._targets:
                 self._targets[name].backward(self, self.tokens)
         self.op(dead=dead)
+
+
+def _in_all_layers(adapter: Adapter) -> bool:
+    """Not a pattern or number, which may choose some."""
+    targets = adapter.targets
+    return isinstance(targets, tuple) and not any(map(str.isdigit, "".join((*adapter.save, *targets))))
 
 
 _BEHIND_LAYERS = "cls.predictions.transform.dense"

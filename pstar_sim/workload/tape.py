@@ -24,6 +24,7 @@ copies of a byte per element, which live until it ends. What backward needs keep
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -37,6 +38,7 @@ from pstar_sim.workload.workload import (
     Tensor,
     Use,
     UseKind,
+    copy_moment,
     in_low_dtype,
     product_flops,
 )
@@ -45,6 +47,7 @@ TENSOR = "tensor"
 """Group of the ranks that split the tensors of each layer."""
 CONTEXT = "context"
 """Group of the ranks that split each sequence ([Note: context parallelism])."""
+_LAYER = re.compile(r"(?<=\.)(\d+)(?=\.)")
 EXPERTS = "experts"
 """Group of the ranks that share the experts of a layer ([Note: experts on several ranks] in presets/llama_mlp.py)."""
 
@@ -66,6 +69,12 @@ class Crossing(NamedTuple):
     counted: bool = True
 
 
+def _around_layer(path: str) -> tuple[str, int, str]:
+    """With the layer's number."""
+    before, number, behind = _LAYER.split(path, maxsplit=1)
+    return before, int(number), behind
+
+
 def input_gradient(product: Product) -> Product:
     """Of a linear layer's input."""
     batches, m, k, n = product
@@ -84,12 +93,10 @@ class Tape:
     width: of products' inputs and outputs.
     wide: of parameters, their gradients, and activations that autocast leaves alone.
     level: non-model bytes alive.
-    tensor: ranks that split the tensors of a layer.
-    sequence: they also split tokens beside the products ([Note: sequence parallelism]).
-    context: ranks that split each sequence ([Note: context parallelism]).
-    experts: ranks that share the experts of a layer.
+    tensor, sequence, context, experts: as in `Stage` (presets/shared.py).
     saving: autograd keeps what backward needs, False in a checkpointed segment.
     low: [Note: products in fp8]
+    alike: layers of one kind.
     """
 
     def __init__(self, dtype: str, autocast: str | None = None) -> None:
@@ -97,6 +104,7 @@ class Tape:
         self.width = DTYPES[autocast or dtype].bytes
         self.wide = DTYPES[dtype].bytes
         self.autocast = autocast is not None
+        self.alike = not self.autocast
         self.level = 0
         self.saving = True
         self.low = False
@@ -113,6 +121,7 @@ class Tape:
         self._arriving = (0, 0)  # bytes of a slice that was received, and of the whole
         self._casts: dict[str, bool] = {}  # parameter whose copy is there -> whether backward needs it
         self._opened: tuple[str, Phase, str] | None = None
+        self._again: tuple[int, int, int] | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -153,8 +162,10 @@ class Tape:
     # Moments
 
     def open(self, event: str, module: str, phase: Phase, reads: Sequence[str] = ()) -> None:
-        """Begins a moment at this event with these reads; closes the one before."""
+        """Begins a moment; closes the one before."""
         self._close()
+        if self._again is not None:
+            self._repeat(*self._again)
         part, size = self._arriving
         self._arriving = (0, 0)
         if part < size:
@@ -166,8 +177,31 @@ class Tape:
             self._read += self.tensors[i].bytes
         self._read += sum(self._borrowed[name].bytes for name in {*reads} & self._borrowed.keys())
 
+    def repeat(self, first: int, times: int, layers: int) -> None:
+        """Moments from `first` to the next come `times` times more, each `layers` layers further on."""
+        self._again = first, times, layers
+
+    def _repeat(self, first: int, times: int, layers: int) -> None:
+        self._again = None
+        moments, uses = self.moments[first:], [u for u in self.uses if u.moment >= first]
+        grown = self.level - moments[0].start_bytes
+        before, layer, behind = _around_layer(self.tensors[uses[0].tensor].name)
+        tensors = self._index[f"{before}{layer + layers}{behind}"] - uses[0].tensor
+        named = [(m, m.name.removesuffix(m.module), *_around_layer(m.module)) for m in moments]
+        summed = [(at, size) for at, size in self.summed.items() if at >= first]
+        for n in range(1, times + 1):
+            for m, event, before, layer, behind in named:
+                start, peak, end = (size + n * grown for size in (m.start_bytes, m.peak_bytes, m.end_bytes))
+                module = f"{before}{layer + n * layers}{behind}"
+                self.moments.append(copy_moment(m, start, peak, end, named=(event + module, module)))
+            later, other = n * len(moments), n * tensors
+            self.uses += [Use(moment=u.moment + later, tensor=u.tensor + other, kind=u.kind) for u in uses]
+            self.summed |= {at + later: size for at, size in summed}
+        self.level += times * grown
+        self._reset()
+
     def close(self) -> None:
-        """With the optimizer step, which has no bytes of its own."""
+        """With the optimizer step."""
         self.open("step", "<root>", Phase.ADAM)
         if summed := sum(self.summed.values()):
             self.all_reduce(summed)

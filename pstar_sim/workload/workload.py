@@ -172,12 +172,14 @@ def copy_moment(
     end_bytes: int,
     micro_batch: int | None = None,
     duration_s: float | None = None,
+    named: tuple[str, str] | None = None,
 ) -> Moment:
     """`dataclasses.replace` takes several times as long."""
+    name, module = named or (moment.name, moment.module)
     return Moment(
-        name=moment.name,
+        name=name,
         phase=moment.phase,
-        module=moment.module,
+        module=module,
         micro_batch=moment.micro_batch if micro_batch is None else micro_batch,
         flops=moment.flops,
         bytes_read=moment.bytes_read,
@@ -483,8 +485,7 @@ def check_workload(w: Workload) -> None:
         return TraceError(f"workload {w.model!r}: {field_name} is {value!r}; {want}")
 
     _check_header(w, bad)
-    for i, m in enumerate(w.moments):
-        _check_moment(w, i, m, bad)
+    _check_moments(w, bad)
     _check_order(w, bad)
     _check_optimizer(w, bad)
     for i, t in enumerate(w.tensors):
@@ -575,6 +576,17 @@ _RULES: tuple[_Rule, ...] = (
 )
 
 
+def _check_moments(w: Workload, bad: _Bad) -> None:
+    done: set[tuple[int, ...]] = set()  # work of moments, which their copies share
+    for i, m in enumerate(w.moments):
+        work = id(m.products), id(m.attentions), id(m.collectives), m.flops
+        usual = 0 <= m.start_bytes <= m.peak_bytes <= _MOST_PEAK_BYTES and 0 <= m.end_bytes <= m.peak_bytes
+        counted = m.bytes_read >= 0 and m.bytes_written >= 0 and m.operators >= 0
+        if not (usual and counted and 0 <= m.micro_batch < w.micro_batches and m.duration_s is None and work in done):
+            _check_moment(w, i, m, bad)
+            done.add(work)
+
+
 def _check_moment(w: Workload, i: int, m: Moment, bad: _Bad) -> None:
     figures = _figures_of(m)
     if min(figures) < 0:
@@ -599,7 +611,7 @@ def _check_optimizer(w: Workload, bad: _Bad) -> None:
 def _check_tensor(w: Workload, i: int, t: Tensor, bad: _Bad) -> None:
     if t.bytes > _MOST_BYTES:
         raise bad(f"tensors[{i}].bytes", t.bytes, f"a tensor has at most {_MOST_BYTES}")
-    if t.bytes < 0 or any(extent < 0 for extent in t.shape):
+    if t.bytes < 0 or min(t.shape, default=0) < 0:
         raise bad(f"tensors[{i}].bytes", t.bytes, f"bytes and shape ({list(t.shape)}) must not be negative")
     dtype = STORAGE.get(t.dtype)
     if t.tied_to is None and dtype is not None and t.bytes != (size := dtype.stored(t.shape) * dtype.bytes):
@@ -641,6 +653,7 @@ def _check_order(w: Workload, bad: _Bad) -> None:
     if (first.micro_batch and first is not last) or last.micro_batch != w.micro_batches - 1:
         want = f"they go from 0 to {w.micro_batches - 1}, in order"
         raise bad("moments[].micro_batch", (first.micro_batch, last.micro_batch), want)
+    in_turn = w.order.one_by_one
     latest: dict[int, int] = {}  # micro-batch -> its latest moment
     for i, m in enumerate(w.moments):
         if m.phase is Phase.ADAM and m is not last:
@@ -648,17 +661,18 @@ def _check_order(w: Workload, bad: _Bad) -> None:
         if m.phase not in _PHASES.get(m.name.partition(":")[0], (m.phase,)):
             raise bad(f"moments[{i}].phase", m.phase.value, f"{m.name!r} does not open a moment of that phase")
         if m.micro_batch in latest:
-            _check_phase(w, i, m, latest[m.micro_batch], bad)
-            if w.order.one_by_one and m.micro_batch != len(latest) - 1:
+            if m.phase is Phase.FWD:
+                _check_phase(w, i, m, latest[m.micro_batch], bad)
+            if in_turn and m.micro_batch != len(latest) - 1:
                 want = f"micro-batch {len(latest) - 1} has begun, and order is {w.order}"
                 raise bad(f"moments[{i}].micro_batch", m.micro_batch, want)
         else:
             _check_begin(w, i, m, len(latest), bad)
-        same = i > 0 and m.micro_batch == w.moments[i - 1].micro_batch
-        if i and (same or not w.order.one_by_one):
+        before = w.moments[i - 1]
+        if i and m.start_bytes != before.end_bytes and (m.micro_batch == before.micro_batch or not in_turn):
             _check_bytes(w, i, m, bad)
         latest[m.micro_batch] = i
-    odd = None if w.order.one_by_one else odd_micro_batch(w)
+    odd = None if in_turn else odd_micro_batch(w)
     if odd is not None:
         want = "where micro-batches run side by side, each has the same moments as micro-batch 0"
         raise bad("moments[].micro_batch", odd, want)
@@ -684,7 +698,7 @@ def _check_begin(w: Workload, i: int, m: Moment, begun: int, bad: _Bad) -> None:
 
 
 def _check_phase(w: Workload, i: int, m: Moment, before: int, bad: _Bad) -> None:
-    if m.phase is Phase.FWD and w.moments[before].phase is not Phase.FWD:
+    if w.moments[before].phase is not Phase.FWD:
         name, phase = w.moments[before].name, w.moments[before].phase.value
         want = f"moment {before} ({name}) is of {phase} already; a micro-batch has one forward pass"
         raise bad(f"moments[{i}].phase", m.phase.value, want)
@@ -692,7 +706,7 @@ def _check_phase(w: Workload, i: int, m: Moment, before: int, bad: _Bad) -> None
 
 def _check_bytes(w: Workload, i: int, m: Moment, bad: _Bad) -> None:
     before = w.moments[i - 1]
-    if m.start_bytes != before.end_bytes and not w.activations:  # mixed of two captures if blocks were chosen
+    if not w.activations:  # mixed of two captures if blocks were chosen
         want = f"moment {i - 1} ({before.name}) ends with {before.end_bytes}; the moments are not in their order"
         raise bad(f"moments[{i}].start_bytes", m.start_bytes, want)
 
@@ -846,7 +860,7 @@ def with_optimizer(w: Workload, name: str | None = None, masters: str | None = N
         return w
     masters = masters or w.optimizer.masters
     spec = optimizer_spec(name or w.optimizer.name, masters=masters, width=DTYPES[w.dtype].bytes)
-    return replace(w, optimizer=spec)
+    return w if spec == w.optimizer else replace(w, optimizer=spec)
 
 
 def repeat_micro_batch(w: Workload, micro_batches: int) -> Workload:

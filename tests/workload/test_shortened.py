@@ -11,14 +11,15 @@ from msgspec import structs
 
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.catalog.model_shapes import model_entry
+from pstar_sim.catalog.model_shapes import ModelEntry, model_entry
 from pstar_sim.cost import Computing
 from pstar_sim.planner.stages_machines import machine_of_stage
 from pstar_sim.workload.parallelism import Parallelism
 from pstar_sim.workload.pipeline import INTERLEAVED, cells_of, in_schedule, peak_in_schedule
-from pstar_sim.workload.presets import stage_of
+from pstar_sim.workload.presets import shared, stage_of, taped_stage, workload_of
 from pstar_sim.workload.presets.shared import Stage
 from pstar_sim.workload.presets.shortened import Shortened, shortened
+from pstar_sim.workload.tape import Tape
 from pstar_sim.workload.workload import Moment, Workload
 
 LAYERS = 17
@@ -40,11 +41,51 @@ def _figures(moments: Sequence[Moment]) -> list[Moment]:
 
 
 def _both(model: str, machine: Machine, **stage: Any) -> tuple[Shortened, Workload, Any]:
-    entry = structs.replace(model_entry(model), layers=LAYERS)
-    sequence = entry.max_seq if entry.family == "vit" else 64
-    axes = {"batch": 2, "sequence": sequence, "dtype": "fp32" if "autocast" in JOBS[model] else "bf16"} | JOBS[model]
+    entry, axes = _job(model)
     part = Stage(**stage)
     return shortened(entry, part, **axes), *stage_of(entry, part, **axes)
+
+
+def _job(model: str) -> tuple[ModelEntry, dict[str, Any]]:
+    entry = structs.replace(model_entry(model), layers=LAYERS)
+    sequence = entry.max_seq if entry.family == "vit" else 64
+    return entry, {
+        "batch": 2,
+        "sequence": sequence,
+        "dtype": "fp32" if "autocast" in JOBS[model] else "bf16",
+    } | JOBS[model]
+
+
+SPLIT = {"tensor": 2, "sequence": True}
+
+
+@pytest.mark.parametrize(
+    ("model", "part"),
+    [(m, part) for m in JOBS for part in ({}, {"first": False}, {"last": False})]
+    + [("gpt2", SPLIT), ("gpt-oss-20b", SPLIT | {"experts": 2}), ("llama-3.2-1b", {"context": 2})],
+)
+def test_a_tape_that_repeats_layers_is_the_one_that_writes_them_all(
+    model: str, part: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = Stage(layers=range(3, LAYERS), **part)
+    entry, axes = _job(model)
+    made, tape = taped_stage(entry, stage, **axes)
+    monkeypatch.setattr(shared, "period_of", lambda kinds: (0, 0))
+    monkeypatch.delattr(Tape, "repeat")
+    whole, other = taped_stage(entry, stage, **axes)
+    assert (made.tensors, made.moments, made.uses) == (whole.tensors, whole.moments, whole.uses)
+    assert (tape.crossings, tape.summed) == (other.crossings, other.summed)
+
+
+def test_layers_are_repeated_but_where_some_have_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry, axes = _job("qwen3-0.6b")
+    some = r"r=4,targets=.*[02468]\.self_attn\.[qv]_proj"
+    tensors = workload_of(entry, **axes | {"lora": some}).tensors
+    assert {int(t.name.split(".")[2]) % 2 for t in tensors if "lora_A" in t.name} == {0}
+    monkeypatch.delattr(Tape, "repeat")
+    workload_of(entry, **axes | {"lora": some})
+    with pytest.raises(AttributeError, match="repeat"):
+        workload_of(entry, **axes)
 
 
 class TestFewLayersStandForAll:

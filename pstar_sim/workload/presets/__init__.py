@@ -115,8 +115,8 @@ def preset(
     entry = model_entry(name)
     check_blocks(entry, Axes(**axes))
     sequence = entry.max_seq if seq is None else seq
-    made = workload_of(entry, batch=batch, sequence=sequence, micro_batches=micro_batches, **axes)
-    return replace(made, dtype_open=True) if axes.get("dtype") is axes.get("autocast") is None else made
+    is_open = axes.get("dtype") is axes.get("autocast") is None
+    return workload_of(entry, batch=batch, sequence=sequence, micro_batches=micro_batches, dtype_open=is_open, **axes)
 
 
 def default_dtype(machine: Machine, autocast: str | None = None) -> str:
@@ -131,12 +131,13 @@ def workload_of(
     sequence: int,
     micro_batches: int = 1,
     model: str | None = None,
+    dtype_open: bool = False,
     **given: Unpack[AxesGiven],
 ) -> Workload:
     """As `preset`, for a shape perhaps not in the catalog. Raises ModelError."""
     name = model or entry.name
     micro_batches = whole(f"model {name}: micro_batches", micro_batches, error=ModelError)
-    workload, _ = _written(entry, name, Axes(**given), batch=batch, sequence=sequence)
+    workload, _ = _written(entry, name, Axes(**given), batch=batch, sequence=sequence, dtype_open=dtype_open)
     return repeat_micro_batch(workload, micro_batches) if micro_batches > 1 else workload
 
 
@@ -234,7 +235,14 @@ def _check_experts(entry: ModelEntry, model: str, stage: Stage) -> None:
 
 
 def _written(
-    entry: ModelEntry, name: str, axes: Axes, *, batch: int, sequence: int, stage: Stage | None = None
+    entry: ModelEntry,
+    name: str,
+    axes: Axes,
+    *,
+    batch: int,
+    sequence: int,
+    stage: Stage | None = None,
+    dtype_open: bool = False,
 ) -> tuple[Workload, Tape]:
     given, axes = axes, axes.filled()
     refuse = partial(_refusal, name)
@@ -293,6 +301,7 @@ def _written(
         tensors=tuple(tape.tensors),
         moments=tuple(tape.moments),
         uses=tuple(tape.uses),
+        dtype_open=dtype_open,
         **recorded,
         notes=", ".join(filter(None, (*own, *axes.notes))),
     )
@@ -301,14 +310,14 @@ def _written(
 
 @lru_cache(maxsize=256)
 def kinds_of_layers(entry: ModelEntry, axes: Axes) -> tuple[tuple[bool, bool, int], ...]:
-    """Recomputation, experts and sight of each."""
+    """Of all."""
     shape = Shape(
         model=entry,
         batch=1,
         sequence=1,
         axes=_recomputed(partial(_refusal, entry.name), axes.filled(), axes.checkpointing),
     )
-    return tuple((shape.recomputes(i), entry.has_experts(i), entry.window_of(i)) for i in range(entry.layers))
+    return tuple(map(shape.kind_of, range(entry.layers)))
 
 
 @cache
@@ -506,7 +515,7 @@ def variant(
         micro_batches=workload.micro_batches if micro_batches is None else micro_batches,
         **axes_of_variant(workload, **changes).given,
     )
-    return replace(made, optimizer=workload.optimizer)
+    return made if made.optimizer == workload.optimizer else replace(made, optimizer=workload.optimizer)
 
 
 def axes_of_variant(workload: Workload, **changes: Unpack[AxesGiven]) -> Axes:

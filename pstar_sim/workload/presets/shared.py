@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 from pstar_sim.catalog.attention import ATTENTION, USUAL, AttentionCall
 from pstar_sim.catalog.model_shapes import ModelEntry
@@ -101,6 +102,10 @@ class Shape:
         """Whether the layer is a checkpoint: all layers, or the last of each N."""
         every = int((self.axes.recompute or "every-1").partition("every-")[2] or 1)
         return bool(self.axes.checkpointing) and (layer + 1) % every == 0
+
+    def kind_of(self, layer: int) -> tuple[bool, bool, int]:
+        """Recomputation, experts and sight."""
+        return self.recomputes(layer), self.model.has_experts(layer), self.model.window_of(layer)
 
     @property
     def casts(self) -> int:
@@ -320,7 +325,7 @@ def end(t: Tape, s: Shape, size: int, *, held: int = 0, table: str = "") -> None
 def layers_forward(t: Tape, s: Shape, forward: Callable[[int, Phase], int]) -> int:
     """Returns the bytes that attention keeps per layer."""
     kept = 0
-    for i in s.part.layers:
+    for i in _to_write(t, s, s.part.layers):
         t.saving = not s.recomputes(i)
         kept = forward(i, Phase.FWD)
     t.saving = True
@@ -330,11 +335,37 @@ def layers_forward(t: Tape, s: Shape, forward: Callable[[int, Phase], int]) -> i
 def layers_backward(
     t: Tape, s: Shape, forward: Callable[[int, Phase], int], backward: Callable[[int, int], None], kept: int
 ) -> None:
-    for i in reversed(s.part.layers):
+    for i in _to_write(t, s, s.part.layers[::-1]):
         if s.recomputes(i):
             kept = forward(i, Phase.RECOMPUTE)
             t.end_autocast()
         backward(i, kept)
+
+
+def _to_write(t: Tape, s: Shape, layers: Sequence[int]) -> Iterator[int]:
+    """The tape repeats the others ([Note: alike layers] in shortened.py)."""
+    lead, period = period_of(tuple(map(s.kind_of, layers))) if t.alike else (0, 0)
+    times = (len(layers) - lead - 1) // period - 1 if period else 0
+    yield from layers[:lead]
+    first = len(t.moments) + 1
+    yield from layers[lead : lead + period]
+    if times:
+        t.repeat(first, times, layers[lead + period] - layers[lead])
+    yield from layers[lead + (1 + times) * period :]
+
+
+@lru_cache(maxsize=256)
+def period_of(kinds: tuple[object, ...]) -> tuple[int, int]:
+    """Layers before it, and of each, so that fewest are written; (0, 0) if all are."""
+    least, found = len(kinds), (0, 0)
+    for period in range(1, len(kinds) // 2):
+        lead = len(kinds) - period
+        while lead > 1 and kinds[lead - 1] == kinds[lead - 1 + period]:
+            lead -= 1
+        count = lead + 2 * period + (len(kinds) - lead) % period
+        if count < least:
+            least, found = count, (lead, period)
+    return found
 
 
 def drop(t: Tape, s: Shape) -> int:

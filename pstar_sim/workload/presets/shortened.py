@@ -17,7 +17,7 @@ from pstar_sim.python310 import Unpack
 from pstar_sim.workload.axes import Axes, AxesGiven
 from pstar_sim.workload.mixing import block_of, block_runs, shifted
 from pstar_sim.workload.presets import axes_of_variant, kinds_of_layers, taped_stage
-from pstar_sim.workload.presets.shared import Stage
+from pstar_sim.workload.presets.shared import Stage, period_of
 from pstar_sim.workload.tape import Crossing
 from pstar_sim.workload.workload import Moment, Tensor, Workload
 
@@ -99,7 +99,7 @@ def shortened(entry: ModelEntry, stage: Stage, *, batch: int, sequence: int, **g
     axes = Axes(**given)
     kinds = kinds_of_layers(entry, axes)
     own = kinds[stage.layers.start : stage.layers.stop]
-    lead, period = (0, 0) if axes.autocast else _period(own)
+    lead, period = (0, 0) if axes.autocast else period_of(own)
     count = lead + 2 * period + (len(own) - lead) % period if period else len(own)
     begin = next(n for n in range(len(kinds)) if kinds[n : n + count] == own[:count])
     few = replace(stage, layers=range(begin, begin + count))
@@ -121,20 +121,6 @@ def shortened_variant(
     made = shortened(entry, whole, batch=batch or workload.batch, sequence=workload.sequence, **axes.given)
     few = replace(made.written.workload, optimizer=workload.optimizer)
     return replace(made, written=replace(made.written, workload=few))
-
-
-@lru_cache(maxsize=256)
-def _period(kinds: tuple[object, ...]) -> tuple[int, int]:
-    """Layers before it, and of each, so that fewest are written; (0, 0) if all are."""
-    least, found = len(kinds), (0, 0)
-    for period in range(1, len(kinds) // 2):
-        lead = len(kinds) - period
-        while lead > 1 and kinds[lead - 1] == kinds[lead - 1 + period]:
-            lead -= 1
-        count = lead + 2 * period + (len(kinds) - lead) % period
-        if count < least:
-            least, found = count, (lead, period)
-    return found
 
 
 @lru_cache(maxsize=256)
