@@ -60,6 +60,7 @@ from executor.moments.beside import note_of, runs_beside, tensors_beside
 from executor.moments.blind import Blind
 from executor.moments.compiled import eagerly
 from executor.moments.draws import Draws, drawn, host_draws, with_every_layer
+from executor.moments.fakes import Fakes
 from executor.moments.hooks import MomentClock, tensors_of
 from executor.moments.live_bytes import LiveStorages, require_dense
 from executor.moments.recorder import MomentRecorder, attention_seen, describe_parameters
@@ -329,7 +330,7 @@ def _run(
         stack.enter_context(torch.autograd.set_detect_anomaly(False))  # it reads the values of gradients
         stack.enter_context(quiet("torch._subclasses.fake_tensor"))  # torch logs the errors that it raises
         stack.enter_context(_readable_failures(name, module, live))
-        shapes = RealShapes(draws)
+        shapes = RealShapes(mode, draws)
         stack.enter_context(known_masks(lambda tensor: shapes.value_of(tensor) is not None))
         with mode, shapes, live, attention_kernel(attention, device), torch.enable_grad():
             value = loss(module, inputs)
@@ -352,17 +353,13 @@ class NotOnFakeTensors(ModelError):
 class RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Gives results of fake CPU tensors the form of real ones where they differ.
 
-    Products of routed experts have a fake version for bf16 only; sizes and strides are those of torch's
-    `_create_grouped_mm_output_tensor`. BatchNorm's results have the memory format that their input suggests; the fake
-    ones have its strides. BatchNorm's fake backward also makes a gradient of the input that is not asked for.
-    LayerNorm's gradient of its input is contiguous.
-
     The value of a tensor made of ones, and of numbers drawn from [0, 1] to decide ([Note: draws] in moments/draws.py),
     is known until the tensor is written: a model that makes a mask of ones asks whether all are one, and then works
-    without it. The values of a batch's own mask stay unknown."""
+    without it."""
 
-    def __init__(self, draws: Draws | None = None) -> None:
+    def __init__(self, mode: FakeTensorMode, draws: Draws | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._fakes = Fakes(mode)
         self.blind = Blind()
         self._draws = draws or Draws()
         self._values: dict[int, float] = {}  # storage -> value of all its elements
@@ -406,13 +403,13 @@ class RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _shaped(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is _GROUPED_MM and args[0].dtype in (torch.float32, torch.float16):
             return _grouped_product(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs"))
-        out = func(*args, **kwargs)
+        out = self._fakes.run(func, args, kwargs)
         if func is aten.native_layer_norm_backward.default and out[0] is not None:
-            return (out[0].contiguous(), *out[1:])
+            return (out[0].contiguous(), *out[1:])  # real ones are
         of = _BATCH_NORMS.get(func)
         if of is None:
             return self.blind.see(func, args, kwargs, out)
-        if of and not args[-1][0]:  # a backward whose input needs no gradient
+        if of and not args[-1][0]:  # the fake backward makes a gradient of the input that is not asked for
             return (None, *out[1:])
         as_real = torch.empty_like(out[0], memory_format=suggest_memory_format(args[of]))
         return (out[0] if out[0].stride() == as_real.stride() else as_real, *out[1:])
@@ -440,6 +437,7 @@ def _value_made(func: Any, args: Any, known: float, numel: int) -> float | None:
 
 
 def _grouped_product(left: torch.Tensor, right: torch.Tensor, ends: Any) -> torch.Tensor:
+    # As torch's _create_grouped_mm_output_tensor: the operator's fake version is for bf16 alone.
     rows, columns = left.shape[-2], right.shape[-1]
     if left.dim() == 2 == right.dim():
         size = [ends.shape[0], rows, columns]

@@ -69,6 +69,15 @@ def outside_compiled_code() -> Iterator[None]:
         set_eval_frame(before)
 
 
+def without_dispatch() -> contextlib.AbstractContextManager[None]:
+    """No mode or subclass sees operators."""
+    return torch._C._DisableTorchDispatch()
+
+
+def dispatch_keys(tensor: torch.Tensor) -> Any:
+    return torch._C._dispatch_keys(tensor)
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """In-place writes to the tensor and other views of its storage."""
     return tensor._version

@@ -210,7 +210,7 @@ class Driver:
                     stack.enter_context(unpacked_sequences())
                 stack.enter_context(unread_padding())
                 stack.enter_context(quiet("torch._subclasses.fake_tensor"))
-                shapes = RealShapes()  # a model that makes a mask of ones may ask whether all elements are one
+                shapes = RealShapes(mode)  # a model that makes a mask of ones may ask whether all elements are one
                 stack.enter_context(known_masks(lambda tensor: shapes.value_of(tensor) is not None))
                 stack.enter_context(mode)
                 stack.enter_context(shapes)
