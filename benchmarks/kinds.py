@@ -6,9 +6,9 @@
 - sums16: several micro-batches whose gradients add up in 16 bits
 - layer-major: several micro-batches for a loop of `session.step`, which takes any order
 
-Each job has eager updates or a barrier. Prints a row per job, median and largest gap, and every case in which another
-policy is faster than `optimal` (if there is one: exit status 1). Where the gap to the joint bound is above CERTIFIED,
-the fluid bound counts if the program is solved in time.
+No two jobs are alike; each has eager updates or a barrier. Prints a row per job, median and largest gap, and every case
+in which another policy is faster than `optimal` (if there is one: exit status 1). Where the gap to the joint bound is
+above CERTIFIED, the fluid bound counts if the program is solved in time.
 
 Writes results/optimal_KIND.json: each row as soon as it is known, about in the order drawn, so that an interrupted
 table is a fair sample. With another number of --jobs, nothing is written.
@@ -150,8 +150,10 @@ KINDS: Mapping[str, tuple[Callable[[Random], Job], str]] = {
 
 def table_of(kind: str, count: int) -> Table:
     draw, what = KINDS[kind]
-    random = Random(SEED)
-    jobs = [draw(random) for _ in range(count)]
+    random, jobs = Random(SEED), list[Job]()
+    while len(jobs) < count:
+        job = draw(random)
+        jobs += [job] * (job not in jobs)
     return Table(f"optimal_{kind}", f"{what}, eager and barrier, gap to the fluid bound", jobs)  # type: ignore[arg-type]
 
 
