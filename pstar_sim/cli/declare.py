@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 from copy import copy
 from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
@@ -40,7 +41,7 @@ def flat(function: Function) -> Function:
         kind = parameter.annotation
         if is_dataclass(kind):
             groups[parameter.name] = kind
-            taken += _flags_of(kind)
+            taken += _flags_of(groups[parameter.name])
         else:
             taken.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
@@ -54,6 +55,7 @@ def flat(function: Function) -> Function:
     return call
 
 
+@cache
 def _flags_of(kind: Any) -> list[inspect.Parameter]:
     hints = get_type_hints(kind, include_extras=True)
     section = getattr(kind, "SECTION", None)

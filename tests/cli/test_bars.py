@@ -134,10 +134,10 @@ def test_progress_is_on_the_terminal_and_not_in_the_pipe(
     assert capsys.readouterr() == (out, "")
 
 
-def test_progress_of_a_process_of_its_own(tmp_path: Path) -> None:
+def test_progress_of_a_process_of_its_own(python: str, tmp_path: Path) -> None:
     """Nothing stays on the terminal when the process has ended, either."""
-    argv = [sys.executable, "-m", "pstar_sim", "compare", *JOB, "--machine", "v100-32", "--policy", "tide"]
-    environment = {**os.environ, "TERM": "xterm", "PYTHONIOENCODING": "utf-8"}
+    argv = [python, "-m", "pstar_sim", "compare", *JOB, "--machine", "v100-32", "--policy", "tide"]
+    environment = {**os.environ, "TERM": "xterm", "PYTHONPATH": os.pathsep.join(sys.path)}
     with a_terminal() as (stderr, sent):
         done = subprocess.run(
             argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, cwd=tmp_path, timeout=120,

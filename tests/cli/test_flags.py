@@ -17,6 +17,7 @@ from pstar_sim.cli.typer_app import app
 
 COMMANDS = tuple(get_command(app).commands)  # type: ignore[attr-defined]
 JOB = ["--model", "1B", "--batch", "1", "--seq", "128", "--machine", "v100-32"]
+PATHS = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 @pytest.mark.parametrize(
@@ -99,34 +100,29 @@ def test_no_command_is_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert help_.removesuffix(".") in " ".join(out.split()), "it is not cut"
 
 
-def complete(words: str) -> list[str]:
+def complete(python: str, words: str) -> list[str]:
     """What a shell is offered for the last of the words."""
     env = {"_PSTAR_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
-    argv = [sys.executable, "-m", "pstar_sim"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, env={**os.environ, **env}, check=True)
+    argv = [python, "-m", "pstar_sim"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, env=PATHS | env, check=True)
     assert done.stderr == ""
     return done.stdout.split()
 
 
-def test_a_shell_completes_commands_flags_and_values() -> None:
-    assert complete("pstar comp") == ["compare"]
-    assert complete("pstar compare --gpu") == ["--gpus", "--gpu-memory"]
-    assert complete("pstar compare --dtype ") == ["fp32", "bf16", "fp16"]
-    assert complete("pstar compare --machine v100-32") == ["v100-32", "v100-32x8"]
-    assert "12B" in complete("pstar max-batch --model 1")
-    assert complete("pstar plan --policy zero_") == ["zero_offload", "zero_infinity"]
-    assert complete("pstar plot ") == ["tide", "stages"]
+def test_a_shell_completes_commands_flags_and_values(python: str) -> None:
+    assert complete(python, "pstar comp") == ["compare"]
+    assert complete(python, "pstar compare --gpu") == ["--gpus", "--gpu-memory"]
+    assert complete(python, "pstar compare --dtype ") == ["fp32", "bf16", "fp16"]
+    assert complete(python, "pstar compare --machine v100-32") == ["v100-32", "v100-32x8"]
+    assert "12B" in complete(python, "pstar max-batch --model 1")
+    assert complete(python, "pstar plan --policy zero_") == ["zero_offload", "zero_infinity"]
+    assert complete(python, "pstar plot ") == ["tide", "stages"]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_is_told_how_to_ask(shell: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pstar_sim"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "_PSTAR_COMPLETE": f"source_{shell}"},
-    )
+def test_a_shell_is_told_how_to_ask(python: str, shell: str) -> None:
+    env = PATHS | {"_PSTAR_COMPLETE": f"source_{shell}"}
+    done = subprocess.run([python, "-m", "pstar_sim"], capture_output=True, text=True, timeout=120, env=env)
     assert (done.returncode, done.stderr) == (0, "") and f"_PSTAR_COMPLETE=complete_{shell}" in done.stdout
 
 

@@ -194,13 +194,13 @@ def test_a_script_that_does_not_train(
     assert ("Traceback" in err) == ("FileNotFound" in words)
 
 
-def test_a_pipe_that_nobody_reads_keeps_the_status_of_the_script(tmp_path: Path) -> None:
+def test_a_pipe_that_nobody_reads_keeps_the_status_of_the_script(python: str, tmp_path: Path) -> None:
     """`pstar launch train.py | head`: what is left in the buffer is lost, the status is not."""
     (tmp_path / "train.py").write_text("import sys\nprint('x')\nsys.exit(5)\n")
     reading, writing = os.pipe()
     os.close(reading)
-    words = [sys.executable, "-m", "pstar_sim", "launch", str(tmp_path / "train.py")]
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    words = [python, "-m", "pstar_sim", "launch", str(tmp_path / "train.py")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "ZYGOTE_END": "whole"}
     done = subprocess.run(words, stdout=writing, stderr=subprocess.PIPE, check=False, text=True, env=env)
     os.close(writing)
     assert (done.returncode, done.stderr) == (5, "")

@@ -7,7 +7,7 @@ A program ends after its threads and atexit functions, before modules are taken 
 that it shares (0.4 CPU seconds). With ZYGOTE_END=whole in its environment it ends as the interpreter does.
 
 It does not know: other options than -c, -m, -u, -W and -X faulthandler; variables that are read when torch or
-transformers is imported, but for OMP_NUM_THREADS; descriptors beside the standard streams.
+transformers is imported, but for OMP_NUM_THREADS, or by Python itself; descriptors beside the standard streams.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _running(folder: Path) -> Iterator[str]:
     address, executable = str(folder / "socket"), folder / "python"
     executable.write_text(SHIM.format(python=sys.executable, address=address), encoding="utf-8")
     executable.chmod(0o755)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "", "PYTHONIOENCODING": "utf-8"}
     server = subprocess.Popen([sys.executable, __file__, address], stdin=subprocess.PIPE, env=environment)
     until_s = time.monotonic() + LIMIT_S
     while not Path(address).exists():
@@ -219,6 +219,7 @@ def ready(address: str) -> socket.socket:
         "matplotlib.figure",
         "pandas",
         "executor.run",
+        "pstar_sim.cli.typer_app",
     ):
         if importlib.util.find_spec(name.partition(".")[0]) is not None:  # a machine with a GPU may be without
             importlib.import_module(name)
