@@ -468,27 +468,23 @@ class _Faker:
     """Makes fake CPU tensors of real, meta or fake ones; storages stay shared."""
 
     def __init__(self, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
-        self._mode = mode
+        self._fakes = Fakes(mode)
         self._dtype = dtype
         self._storages: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self.parameter = self._fakes.parameter
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
         storage = tensor.untyped_storage()
         key = (storage_key(storage), dtype)
         size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
-        with self._mode, torch.no_grad():
-            base = self._storages.get(key)
+        with torch.no_grad():
+            base, whole = self._storages.get(key), False
             if base is None:
                 whole = offset == 0 and storage.nbytes() == tensor.numel() * tensor.element_size()
-                if whole:
-                    base = torch.empty_strided(size, stride, dtype=dtype, device="cpu")
-                else:
-                    base = torch.empty(storage.nbytes() // tensor.element_size(), dtype=dtype, device="cpu")
-                self._storages[key] = base
-                made = base if whole else base.as_strided(size, stride, offset)
-            else:
-                made = base.as_strided(size, stride, offset)
+                form = (size, stride) if whole else ((storage.nbytes() // tensor.element_size(),), (1,))
+                base = self._storages[key] = self._fakes.empty(form[0], form[1], dtype)
+            made: torch.Tensor = base if whole else base.as_strided(size, stride, offset)
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
                 made = made.detach().requires_grad_()
             return made
@@ -508,7 +504,7 @@ def fake_module(module: nn.Module, batch: Any, mode: FakeTensorMode, dtype: str 
         if id(tensor) not in memo:
             made = fake(tensor)
             if isinstance(tensor, nn.Parameter):
-                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+                made = fake.parameter(made, tensor.requires_grad)
             memo[id(tensor)] = made
         return memo[id(tensor)]
 

@@ -78,6 +78,19 @@ def dispatch_keys(tensor: torch.Tensor) -> Any:
     return torch._C._dispatch_keys(tensor)
 
 
+def fake_twin(kind: Any, meta: torch.Tensor, device: torch.device, state: dict[str, Any]) -> Any:
+    # As kind(...) with attributes that are known.
+    made = torch.Tensor._make_subclass(kind, meta, False, dispatch_device=True, device_for_backend_keys=device)
+    torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
+    made.__dict__.update(state)
+    return made
+
+
+def as_parameter(tensor: Any, requires_grad: bool) -> Any:
+    tensor._is_param = True  # as nn.Parameter does for subclasses
+    return tensor.requires_grad_(requires_grad)
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """In-place writes to the tensor and other views of its storage."""
     return tensor._version

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from executor.devices.torch_private import dispatch_keys, storage_key, without_dispatch
+from executor.devices.torch_private import as_parameter, dispatch_keys, fake_twin, storage_key, without_dispatch
 
+aten = torch.ops.aten
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
-_META = torch.device("meta")
+_META, _CPU = torch.device("meta"), torch.device("cpu")
 
 
 class _Result(NamedTuple):
@@ -33,6 +34,13 @@ class Fakes:
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
+        self._states: dict[torch.device, dict[str, Any]] = {}  # attributes of the mode's tensors
+
+    def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Any:
+        return self._part(_Result(-1, (size, stride, 0, dtype, _CPU)), ())
+
+    def parameter(self, made: torch.Tensor, requires_grad: bool) -> Any:
+        return as_parameter(self.run(aten.detach.default, (made,), {}), requires_grad)
 
     def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled(), *kwargs]
@@ -124,7 +132,10 @@ class Fakes:
             else:
                 meta = torch.empty(0, dtype=dtype, device=_META)
                 meta.set_(tensors[of].untyped_storage(), offset, size, stride)
-            return FakeTensor(self._mode, meta, device)
+            state = self._states.get(device)
+            if state is None:
+                state = self._states[device] = FakeTensor(self._mode, meta, device).__dict__
+            return fake_twin(FakeTensor, meta, device, state)
 
 
 def _form(tensor: Any) -> tuple[Any, ...]:

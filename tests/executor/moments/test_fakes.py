@@ -89,6 +89,21 @@ def test_the_second_answer_is_torchs_and_nothing_runs(name: str) -> None:
         assert described(func(*args), [one for one in args if isinstance(one, torch.Tensor)]) == first
 
 
+def test_what_is_made_is_what_torch_makes() -> None:
+    mode = Mode()
+    x, like = Fakes(mode).empty((3, 4), (1, 3), torch.bfloat16), made(mode, 4, 3, dtype=torch.bfloat16)
+    with mode:
+        assert described(x, []) == described(like.t(), [])
+    assert x.__dict__ == like.__dict__
+    for requires_grad in (True, False):
+        parameter, torchs = Fakes(mode).parameter(x, requires_grad), torch.nn.Parameter(x, requires_grad)
+        with mode:
+            assert described(parameter, [x]) == described(torchs, [x])
+        assert parameter.__dict__ == torchs.__dict__
+        assert isinstance(parameter, torch.nn.Parameter) and parameter.is_leaf
+    assert not isinstance(x, torch.nn.Parameter)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "mlp", "bert"])
 def test_a_second_capture_is_that_of_torch_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, draw = build(name, checkpointing=True)
