@@ -41,7 +41,7 @@ def calls(kind: str, rank: int, model: Any, batch: Callable[[], Any]) -> list[Ca
 
 def train(case: dict[str, Any], plan: Plan, rank: int, group: Any, backend: Any) -> dict[str, Any]:
     kind, ranks = case["apart"], case["ranks"]
-    model, draw = kit.build(case.get("model", "mlp"), seed=0)
+    model, draw = kit.build(case.get("model", "mlp-4"), seed=0)
     twin, plain = copy.deepcopy(model), copy.deepcopy(model)
     spec = executor.AdamW(lr=LR, eps=EPS, weight_decay=0.1, max_grad_norm=0.05)
     model, optimizer = executor.prepare(model, plan, spec, group=group, watchdog_s=5.0, backend=backend)

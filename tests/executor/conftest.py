@@ -76,11 +76,11 @@ BESIDE = replace(DISKS, read_beside_bytes_per_s=1.6e9, write_beside_bytes_per_s=
 
 
 class Mlp(nn.Module):
-    """Six layers of different widths; loss computed inside."""
+    """Layers of different widths; loss computed inside."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 6) -> None:
         super().__init__()
-        widths = (24, 64, 48, 80, 32, 64, 24)
+        widths = (*(24, 64, 48, 80, 32, 64)[:layers], 24)
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(widths))
         self.checkpointing = False
 
@@ -93,8 +93,8 @@ class Mlp(nn.Module):
         return ((x - y) ** 2).mean()
 
 
-def mlp(checkpointing: bool) -> tuple[nn.Module, Callable[[torch.Generator], Any]]:
-    model = Mlp()
+def mlp(checkpointing: bool, layers: int = 6) -> tuple[nn.Module, Callable[[torch.Generator], Any]]:
+    model = Mlp(layers)
     model.checkpointing = checkpointing
 
     def batch(draw: torch.Generator) -> dict[str, torch.Tensor]:
@@ -187,13 +187,16 @@ def _hf(name: str, checkpointing: bool, layers: int) -> tuple[nn.Module, Callabl
 def build(
     name: str, *, checkpointing: bool = False, seed: int = 0, layers: int = LAYERS
 ) -> tuple[nn.Module, Callable[[torch.Generator], Any]]:
-    """A small model and a function that draws a batch for it. Names: mlp, experts, gpt2 (tied), llama, bert.
+    """A small model and a function that draws a batch for it. Names: mlp, mlp-4 (four layers), experts, gpt2
+    (tied), llama, bert.
 
     layers: of a transformer.
     """
     torch.manual_seed(seed)
     if name == "experts":
         return experts()
+    if name == "mlp-4":
+        return mlp(checkpointing, 4)
     return mlp(checkpointing) if name == "mlp" else _hf(name, checkpointing, layers)
 
 

@@ -39,7 +39,7 @@ ODD_COUNTS = {"negative count": -2, "nan count": float("nan"), "infinite count":
 
 def loop(name: str, plan: Plan, rank: int, folder: Path, streams: bool = False, device: str = "virtual") -> None:
     """A user's training loop; rank 1 does something in iteration ITERATION that it should not."""
-    model, draw = kit.build("mlp")
+    model, draw = kit.build("mlp-4")
     lr = 2e-3 if name == "another lr" and rank == 1 else 1e-3
     spec = executor.AdamW(lr=lr, max_grad_norm=1.0)
     backend = rank_worker.streams_of(rank) if streams else None

@@ -122,7 +122,7 @@ def workload_of(name: str, checkpointing: bool) -> Workload:
 
 
 def plan_of(case: dict[str, Any]) -> Plan:
-    w = workload_of(case.get("model", "mlp"), case.get("checkpointing", False))
+    w = workload_of(case.get("model", "mlp-4"), case.get("checkpointing", False))
     if "offload" in case:
         w = offload_blocks(w, [block_names(w)[n] for n in case["offload"]])
     w = repeat_micro_batch(w, case.get("micro_batches", 1))
@@ -156,7 +156,7 @@ def moved(batch: dict[str, torch.Tensor], place: torch.device) -> dict[str, torc
 def train(case: dict[str, Any], plan: Plan, rank: int, group: Any) -> dict[str, Any]:
     ranks, micro_batches, steps = case["ranks"], case.get("micro_batches", 1), case.get("steps", 2)
     clip, eager = case.get("clip"), case.get("eager", False)
-    model, draw = kit.build(case.get("model", "mlp"), checkpointing=case.get("checkpointing", False), seed=0)
+    model, draw = kit.build(case.get("model", "mlp-4"), checkpointing=case.get("checkpointing", False), seed=0)
     twin = copy.deepcopy(model)
     if rank:  # the others' values must not matter
         with torch.no_grad():
@@ -249,7 +249,7 @@ def main() -> None:
     processes, folder = int(sys.argv[1]), Path(sys.argv[2])
     cases = json.loads((folder / "cases.json").read_text())
     plans = dict(zip([case["name"] for case in cases], plans_of(cases)))
-    for name in {case.get("model", "mlp") for case in cases}:
+    for name in {case.get("model", "mlp-4") for case in cases}:
         kit.build(name)  # imports what it needs, before the fork
     gc.freeze()  # what was imported: no process goes through it when it ends
     rank = 0

@@ -85,7 +85,7 @@ CASES += [
     {"name": "experts", "ranks": 2, "policy": "tide", "model": "experts", "steps": 3, "clip": 0.05},
     {"name": "experts-whole", "ranks": 2, "policy": "zero_offload", "model": "experts", "steps": 3},
     {"name": "experts-3", "ranks": 3, "policy": "zero3_resident", "model": "experts", **SETTINGS["accumulated"]},
-    {"name": "three", "ranks": 3, "policy": "all_on_gpu", "clip": 0.05},
+    {"name": "three", "ranks": 3, "policy": "all_on_gpu", "clip": 0.05, "model": "mlp"},  # three do not divide it
     {"name": "states", "ranks": 2, "policy": "all_on_gpu:shard=states", **SETTINGS["accumulated"]},
 ]
 
@@ -138,6 +138,9 @@ def on_streams(whole: bool) -> list[dict[str, Any]]:
     every.append(gpt2)
     alternate = {f"streams-{policy}-2-{settings[(n + 1) % 2]}" for n, policy in enumerate(ON_STREAMS)}
     rows = [case for case in every if whole or case["name"] in {ON_FOUR, *alternate}]
+    for row in rows:
+        if row["policy"] == "patrickstar":
+            row["model"] = "mlp"  # with four layers, nothing moves where it fits
     return [{**case, "streams": True} for case in thinned(rows + OTHERS_ON_STREAMS, whole)]
 
 
@@ -220,7 +223,7 @@ def test_each_rank_gets_what_one_process_gets(results: dict[str, list[dict[str, 
     assert [row.get("error") for row in rows] == [None] * apart["ranks"]
     for rank, row in enumerate(rows):
         rounds = 6 if "save" in apart else 4  # before each of three steps and at the end; around a load
-        each = {"modules": 2, "order": 6, "numbers": 2 * rank, "alone": 2 * (rank == 0)}[apart["apart"]]
+        each = {"modules": 2, "order": 4, "numbers": 2 * rank, "alone": 2 * (rank == 0)}[apart["apart"]]
         assert row["equal"] == [True] * (rounds * each)
         assert row["unchanged"] and row["restored"]
         assert row["parameters"] <= 1e-6
