@@ -72,7 +72,7 @@ class TestKeep:
         """It hangs in C code that keeps the interpreter to itself: no handler of Python's own could run."""
         keep = load("_keep").Keep(tmp_path / "out", "some")
         code = "import ctypes\nprint('begun')\ndef hangs():\n    ctypes.PyDLL(None).sleep(60)\nhangs()"
-        status, over = keep.run([sys.executable, "-c", code], limit_s=4.0, cwd=tmp_path)
+        status, over = keep.run([sys.executable, "-c", code], limit_s=2.0, cwd=tmp_path)
         assert over and status < 0
         said = keep.log.read_text(encoding="utf-8")
         assert said.startswith("begun\n") and "in hangs" in said
@@ -143,7 +143,7 @@ def test_tests_that_hang_or_die_leave_a_trace_and_the_others_run(
     monkeypatch.setattr(gpu_test, "FIRST", ("test_first_of_all",))
     story, out = tmp_path / "test_story.py", tmp_path / "out"
     story.write_text(STORY, encoding="utf-8")
-    argv = ["--marked", "not gpu", "--without-device", "--test-limit-s", "4", "--out", str(out), str(story)]
+    argv = ["--marked", "not gpu", "--without-device", "--test-limit-s", "2", "--out", str(out), str(story)]
     assert gpu_test.main(argv) == 1
     partial = out / "gpu_test.partial.jsonl"
     rows = gpu_test.read(partial)
@@ -231,7 +231,12 @@ def test_what_a_profile_does_at_its_end_is_not_within_what_is_marked(kit: Any) -
 
 class TestSmoke:
     def test_a_part_that_takes_too_long_ends_with_its_stacks_and_the_next_one_runs(
-        self, load: Callable[[str], Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+        self,
+        load: Callable[[str], Any],
+        tmp_path: Path,
+        capfd: pytest.CaptureFixture[str],
+        python: str,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """No import of torch ends within so short a time: both parts are cut off, each in a process of its own."""
         argv = ["--device", "virtual", "--parts", "versions,training", "--part-limit-s", "0.01", "--out", str(tmp_path)]
@@ -246,6 +251,7 @@ class TestSmoke:
         )
         assert stacks == ["versions", "training"]
         assert load("gpu_smoke").main(["--device", "virtual", "--parts", "versions", "--out", str(tmp_path)]) == 1
+        monkeypatch.setattr("sys.executable", python)
         argv = ["--device", "virtual", "--parts", "versions", "--again", "--out", str(tmp_path)]
         assert load("gpu_smoke").main(argv) == 0
         capfd.readouterr()
