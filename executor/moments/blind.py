@@ -32,6 +32,7 @@ SEEN_SMALLER: dict[Any, str] = {
     aten.soft_margin_loss.default: "keeps the memory of the loss before its mean",
     aten.binary_cross_entropy.default: "keeps the memory of the loss before its mean",
 }
+OWN = frozenset(("aten", "prim", "prims"))  # namespaces of torch's operators
 MOST_BYTES = 1 << 30  # largest bytes of an operator's arguments with which it is run
 
 
@@ -47,7 +48,7 @@ class Blind:
     def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
         """Returns `out` with storages of the real result's sizes."""
         if func not in SEEN_SMALLER:
-            if func.namespace not in ("aten", "prim", "prims"):
+            if func.namespace not in OWN:
                 self._foreign.add(str(func.name()))
             return out
         size_bytes = sum(t.untyped_storage().nbytes() for t in _tensors((args, kwargs)))

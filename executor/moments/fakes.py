@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from executor.devices.torch_private import as_parameter, dispatch_keys, fake_twin, storage_key, without_dispatch
+from executor.moments.blind import OWN
 
 aten = torch.ops.aten
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
@@ -27,6 +28,7 @@ class _Result(NamedTuple):
 _Results = tuple[type, list[Any]]  # type of what is returned, its parts: a _Result, None or an int
 # Operator and forms of its arguments -> results, None where it has to run.
 _KNOWN: dict[tuple[Any, ...], _Results | None] = {}
+_MOST = 50_000  # operators known at once, 40 MB: a job captures each new shape of its batches
 
 
 class Fakes:
@@ -56,7 +58,10 @@ class Fakes:
         before = [(_form(tensor), storage_key(tensor)) for tensor in tensors]
         out = func(*args, **kwargs)
         changed = before != [(_form(tensor), storage_key(tensor)) for tensor in tensors]
-        _KNOWN[asked] = None if changed else self._described(out, tensors)
+        if len(_KNOWN) >= _MOST:
+            _KNOWN.clear()
+        # The fake version of another's operator may ask more than its arguments.
+        _KNOWN[asked] = self._described(out, tensors) if func.namespace in OWN and not changed else None
         return out
 
     def _read(self, values: Iterable[Any], key: list[Any], tensors: list[Any]) -> bool:
@@ -86,6 +91,7 @@ class Fakes:
             and tensor.layout is torch.strided
             and not tensor.is_complex()
             and not tensor.is_neg()
+            and not tensor.is_inference()
         )
 
     def _described(self, out: Any, tensors: Sequence[Any]) -> _Results | None:

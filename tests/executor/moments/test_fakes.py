@@ -139,6 +139,41 @@ def test_what_changes_an_argument_runs() -> None:
         assert y.shape == (4, 3)
 
 
+def test_views_of_inference_tensors_are_of_their_kind() -> None:
+    """torch refuses to save them for a backward."""
+    mode = Mode()
+    answers(mode, aten.view.default, made(mode, 3, 4), [12])
+    with torch.inference_mode():
+        x = made(mode, 3, 4)
+    with mode:
+        assert Fakes(mode).run(aten.view.default, (x, [12]), {}).is_inference()
+
+
+def test_operators_that_are_not_torchs_run() -> None:
+    """What their fake versions ask beside arguments no key tells."""
+    widths = {"layer": 3}
+
+    @torch.library.custom_op("fakes_test::project", mutates_args=())
+    def project(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x.new_empty(len(x), widths[name])
+
+    project.register_fake(lambda x, name: x.new_empty(len(x), widths[name]))
+    mode = Mode()
+    with mode:
+        for widths["layer"] in (3, 5):
+            out = Fakes(mode).run(torch.ops.fakes_test.project.default, (made(mode, 2, 2), "layer"), {})
+            assert out.shape == (2, widths["layer"])
+
+
+def test_what_is_known_does_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fakes, "_MOST", 5)
+    mode = Mode()
+    for width in range(1, 12):
+        for _ in range(2):
+            assert answers(mode, aten.neg.default, made(mode, width))[0][1] == (width,)
+        assert len(fakes._KNOWN) <= 5
+
+
 def test_an_argument_that_is_given_twice_is_not_mistaken() -> None:
     """Which of the two is returned, or viewed, the first answer does not tell."""
     mode = Mode()
