@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf
 from typing import NamedTuple
 
@@ -251,6 +252,7 @@ class BoundFacts:
             turns.append(Turn(float(size[n]), float(others[n]), float(self.room[end]), end))
         return turns
 
+    @cached_property
     def read_from(self) -> tuple[Array, Array]:
         """(own, others): bytes of the chunks read at each moment or later, but after their last gradient."""
         lasts = []
@@ -273,11 +275,13 @@ class BoundFacts:
 
     def _between_moments(self, spans: list[tuple[int, int, int, int]], count: int) -> tuple[Array, Array]:
         """(own, others) at each moment: sums over the spans with begin <= moment < end."""
-        changes = np.zeros((2, count + 1))
+        changes_own, changes_others = ([0.0] * (count + 1) for _ in range(2))
         for begin, end, own, others in spans:
-            changes[:, begin] += own, others
-            changes[:, end] -= own, others
-        own_bytes, others_bytes = np.cumsum(changes, axis=1)[:, :-1]
+            changes_own[begin] += own
+            changes_own[end] -= own
+            changes_others[begin] += others
+            changes_others[end] -= others
+        own_bytes, others_bytes = np.cumsum((changes_own, changes_others), axis=1)[:, :-1]
         return own_bytes, others_bytes
 
 

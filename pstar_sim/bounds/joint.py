@@ -432,7 +432,7 @@ class _JointProgram:
         is final), are on the gpu then or come up later."""
         job, facts = self.job, self.job.facts
         until = int(facts.final.min()) + 1
-        own, _ = facts.read_from()
+        own, _ = facts.read_from
         needed_s = (own - facts.room)[:until] / job.up + facts.stash_up_from_s[:until]
         turn_s = float((facts.clock[:until] + needed_s).max())
         self.terms.append(("h2d", turn_s + job.v * self.s / job.up))
@@ -454,7 +454,7 @@ class _JointProgram:
         high = min(high, until)
         if low >= high:
             return
-        own, _ = facts.read_from()
+        own, _ = facts.read_from
         needed_s = (own - facts.room)[low:high] / job.up + facts.stash_up_from_s[low:high]
         turn_s = float((facts.clock[low:high] + needed_s).max())
         on_gpu = self.cpu_sum + self.gpu_sum
@@ -539,8 +539,9 @@ class _JointProgram:
         """Raises linear.Unsolved if HiGHS fails."""
         lp, scale = self.lp, self.job.scale
         lp.limit(self.t, max(float(lp.most_of(seconds)[0]) for _, seconds in self.terms) / scale)
+        iteration_s = self.t * scale
         for _, seconds in self.terms:
-            lp.add(seconds <= self.t * scale, unit=scale)
+            lp.add(seconds <= iteration_s, unit=scale)
         lp.minimise(self.t)
         found = lp.solve()
         terms: dict[str, float] = {}

@@ -49,6 +49,10 @@ class Expression:
 
     def __getitem__(self, index: int | slice | Index | NDArray[np.bool_]) -> Expression:
         """As numpy; a number gives a single row."""
+        if isinstance(index, int):
+            at = range(len(self))[index]
+            (terms,) = np.nonzero(self.row == at)
+            return Expression(self.constant[at : at + 1], np.zeros_like(terms), self.column[terms], self.factor[terms])
         chosen = np.atleast_1d(np.arange(len(self))[index])
         by_row = np.argsort(self.row, kind="stable")
         begin, end = (np.searchsorted(self.row, chosen, side, sorter=by_row) for side in ("left", "right"))
@@ -69,9 +73,12 @@ class Expression:
         return self.gathered(np.zeros(len(self), dtype=np.intp), 1)
 
     def spread(self, rows: int) -> Expression:
-        if len(self) == rows:
+        if len(self.constant) == rows:
             return self
-        return self[np.zeros(rows, dtype=np.intp)]  # from a single row only: numpy has refused other lengths
+        # From a single row only: numpy has refused other lengths.
+        row = np.repeat(np.arange(rows), len(self.row))
+        factor = np.concatenate([self.factor] * rows)
+        return Expression(np.repeat(self.constant, rows), row, np.concatenate([self.column] * rows), factor)
 
     def __add__(self, other: Expression | Array | float) -> Expression:
         if isinstance(other, Expression):
@@ -80,7 +87,7 @@ class Expression:
             row = np.concatenate((a.row, b.row))
             return Expression(constant, row, np.concatenate((a.column, b.column)), np.concatenate((a.factor, b.factor)))
         constant = self.constant + other
-        own = self.spread(len(constant))
+        own = self.spread(len(constant)) if isinstance(other, np.ndarray) else self
         return Expression(constant, own.row, own.column, own.factor)
 
     def __mul__(self, factor: Array | float) -> Expression:

@@ -83,6 +83,8 @@ def test_gradients_are_summed_once_if_whole_sums_have_room(memory: int, sums: in
     w = chain_workload(6, MIB, forward_s=1e-6, micro_batches=2)
     m = two(peer_bytes_per_s=float(MIB), gpu_memory_bytes=memory)
     facts = BoundFacts(w, m, layout := build_layout(w, ranks=2), cost_of(w, m, layout))
+    own, others = facts.read_from
+    assert own.tolist() == others.tolist() and own[0] > own[-1] == 0
     assert facts.net.updates_s == pytest.approx(6.0 + sums, rel=1e-3)
 
 

@@ -69,7 +69,7 @@ def test_a_search_of_adapters_ends() -> None:
     search = Search(Job("any", workload, where, EAGER, Point(streams=True), build_layout(workload)))
     search.run(ENOUGH_OPS)
     assert search.count == 0 and search.seconds < math.inf and not search.good_enough
-    search.wander(ENOUGH_OPS)
+    search.wander(ENOUGH_OPS // 20)
     assert search.spent
 
 

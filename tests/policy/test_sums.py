@@ -46,9 +46,10 @@ def job(
     ranks: int = 1,
     sums: str = "32-bit",
     micro_batches: int = 3,
+    effort: float = 1.0,
 ) -> Job:
     workload = chain_workload(layers, MIB, forward_s=forward_s, micro_batches=micro_batches)
-    settings = Settings(update="step" if clip else "eager", clip=clip, chunk_bytes=2 * MIB, sums=sums)
+    settings = Settings(update="step" if clip else "eager", clip=clip, chunk_bytes=2 * MIB, sums=sums, effort=effort)
     hbm = 28 * MIB / gpu_adam_s
     machine = round_machine(
         h2d_bytes_per_s=4 * MIB,
@@ -202,7 +203,7 @@ def test_sums_are_in_16_or_32_bits() -> None:
 
 def test_the_search_finds_them_and_explain_says_where() -> None:
     """Twelve layers, 3.6 s of computing per micro-batch: copies down of all gradients take 3 x 12 x 0.5 s."""
-    where = job(100, layers=12, forward_s=0.1, gpu_adam_s=0.01)
+    where = job(100, layers=12, forward_s=0.1, gpu_adam_s=0.01, effort=0.2)
     plans = {
         word: find_policy(f"optimal:sums={word}")(where.workload, where.machine, where.settings)
         for word in ("on", "off")
@@ -230,7 +231,7 @@ def test_where_nothing_asks_for_a_barrier_one_of_the_plans_own_makes_room_for_su
 
 def test_a_barrier_of_the_plans_own_leaves_out_no_rival() -> None:
     w, machine, settings = random_job(Random("review 35"))
-    settings = replace(settings, update="eager", clip=False)
+    settings = replace(settings, update="eager", clip=False, effort=0.1)
     best, rival = (play(find_policy(name)(w, machine, settings)) for name in ("optimal", "static_partition"))
     assert best.iteration_s <= rival.iteration_s * 1.0001
 
@@ -262,7 +263,7 @@ def test_on_two_gpus_sums_wait_for_their_states_or_spill(clip: bool) -> None:
 
 
 def test_on_two_gpus_the_search_finds_them() -> None:
-    where = job(24, layers=12, forward_s=0.1, gpu_adam_s=0.01, ranks=2)
+    where = job(24, layers=12, forward_s=0.1, gpu_adam_s=0.01, ranks=2, effort=0.2)
     seconds = {}
     for word in ("on", "off"):
         plan = find_policy(f"optimal:sums={word}")(where.workload, where.machine, where.settings)
