@@ -57,6 +57,7 @@ IN_SMALL = {
     "pstar cheapest --model 8B": "--policy tide --model 1B",
     "pstar cheapest --model 1B": "--model gpt2",
     "pstar sensitivity ": "--policy zero_offload --model 1B --host-memory 36GB",
+    "pstar sweep ": "--jobs 1",
     "pstar plan --model 1B --global-batch 8": "--policy tide --global-batch 2",
     "pstar compare --model 1B --batch 2": "--policy zero_offload",
     "pstar compare --model llama-3.2-3b": "--policy tide --model llama-3.2-1b",
