@@ -876,15 +876,10 @@ def repeat_micro_batch(w: Workload, micro_batches: int) -> Workload:
             f"workload {w.model!r}: micro_batches is {micro_batches}; one micro-batch has {len(body)} moments and an "
             f"iteration at most {MOST_MOMENTS}, so give at most {most}"
         )
-    moments = tuple(
-        copy_moment(m, m.start_bytes, m.peak_bytes, m.end_bytes, u) for u in range(micro_batches) for m in body
-    )
-    uses = tuple(
-        Use(moment=use.moment + u * len(body), tensor=use.tensor, kind=use.kind)
-        for u in range(micro_batches)
-        for use in w.uses
-        if use.moment < len(body)
-    )
+    more = range(1, micro_batches)
+    moments = (copy_moment(m, m.start_bytes, m.peak_bytes, m.end_bytes, u) for u in more for m in body)
+    own = [use for use in w.uses if use.moment < len(body)]
+    uses = (Use(moment=use.moment + u * len(body), tensor=use.tensor, kind=use.kind) for u in more for use in own)
     last = replace(step, micro_batch=micro_batches - 1)
     stashes = tuple(
         replace(
@@ -898,7 +893,13 @@ def repeat_micro_batch(w: Workload, micro_batches: int) -> Workload:
         for u in range(micro_batches)
         for s in w.stashes
     )
-    return replace(w, micro_batches=micro_batches, moments=(*moments, last), uses=uses, stashes=stashes)
+    return replace(
+        w,
+        micro_batches=micro_batches,
+        moments=(*body, *moments, last),
+        uses=(*own, *uses),
+        stashes=stashes,
+    )
 
 
 def single_micro_batch(w: Workload) -> Workload:

@@ -353,7 +353,7 @@ def test_with_disks_a_yes_stays_a_yes_as_the_host_grows_and_has_a_plan(disk_byte
     """Whatever the room on the disks; what compare plans has the room."""
     w, settings = preset("gpt2", batch=1, seq=64), ps.Settings()
     answers, kept = [], list[int]()
-    for host in ("2.1GB", "2.3GB", "2.5GB", "2.8GB", "2.9GB", "3.2GB", "3.4GB", "3.5GB"):
+    for host in ("2.1GB", "2.3GB", "2.8GB", "2.9GB", "3.4GB", "3.5GB"):
         m = beside_disks(host, disk_bytes)
         refusal = shortage("tide", w, m, settings)
         answers.append(refusal is None)
@@ -365,7 +365,7 @@ def test_with_disks_a_yes_stays_a_yes_as_the_host_grows_and_has_a_plan(disk_byte
         kept.append(plan.check().peak_bytes.get("nvme", 0))
     assert answers == sorted(answers) and {*answers} == {True, False}
     if disk_bytes == 10 * GB:  # of two sizes of the host, the larger leaves less to the disks
-        assert kept == sorted(kept, reverse=True) and kept[0] > 1.5 * kept[3] > kept[-1] == 0
+        assert kept == sorted(kept, reverse=True) and kept[0] > 1.5 * kept[-2] > kept[-1] == 0
 
 
 @pytest.mark.parametrize(("policy", "searches"), [("optimal", 2), ("stronghold", 1)])
@@ -845,7 +845,7 @@ def test_the_smallest_change_alone_is_that_of_all_rows_and_asks_less(monkeypatch
         return shortage(policy, *rest, **more)
 
     monkeypatch.setattr(nearest, "shortage", counted)
-    w, m = preset("8B", batch=4, seq=1024), ps.machine("rtx4090", host_memory="64GB")
+    w, m = preset("4B", batch=4, seq=1024), ps.machine("rtx4090", host_memory="32GB")
     question = partial(fits, w, m, policies=["patrickstar", "zero3_offload", "tide", "zero_offload"], times=False)
     every, of_rows = question(near=True), len(asked)
     alone = question(near=None)
