@@ -205,6 +205,7 @@ def modes_of_thread() -> contextlib.AbstractContextManager[None]:
     return enter()
 
 
+@functools.cache
 def autocast_operators(device: str) -> dict[str, Any]:
     """The operators that autocast treats on "CPU" or "CUDA", by name ("softmax.int")."""
     operators: dict[str, Any] = {}

@@ -36,6 +36,7 @@ class Fakes:
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
+        mode.cache_enabled = False  # it would be asked once for each answer
         self._states: dict[torch.device, dict[str, Any]] = {}  # attributes of the mode's tensors
 
     def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Any:
