@@ -10,6 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from executor.capture import capture_module
+from executor.devices.torch_private import dispatch_keys
 from executor.moments import fakes
 from executor.moments.fakes import Fakes
 
@@ -46,7 +47,7 @@ def described(out: Any, taken: list[torch.Tensor]) -> Any:
     place = out.untyped_storage()._cdata
     return (
         type(out), out.shape, out.stride(), out.storage_offset(), out.dtype, out.device, out.requires_grad,
-        out.untyped_storage().nbytes(), torch._C._dispatch_keys(out), [out is one for one in taken],
+        out.untyped_storage().nbytes(), dispatch_keys(out), [out is one for one in taken],
         [place == one.untyped_storage()._cdata for one in taken],
     )  # fmt: skip
 
