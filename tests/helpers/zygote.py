@@ -100,9 +100,15 @@ def asked(connection: socket.socket) -> tuple[Program, list[int]]:
 def serve(listener: socket.socket) -> Program | None:
     """Returns in each forked process, with its program; None at the end of standard input."""
     children: dict[int, socket.socket] = {}
+    ended, signalled = socket.socketpair()
+    signalled.setblocking(False)
+    signal.set_wakeup_fd(signalled.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # it is the byte that counts
     while True:
-        sources: list[Any] = [0, listener, *children.values()]
-        ready, _, _ = select.select(sources, [], [], 0.02 if children else None)
+        sources: list[Any] = [0, listener, ended, *children.values()]
+        ready, _, _ = select.select(sources, [], [], 1.0 if children else None)
+        if ended in ready:
+            ended.recv(1 << 10)
         if 0 in ready:
             for child in children:
                 os.kill(child, signal.SIGKILL)
@@ -114,7 +120,9 @@ def serve(listener: socket.socket) -> Program | None:
             if child == 0:
                 for number, stream in enumerate(streams):
                     os.dup2(stream, number)
-                for one in (listener, connection, *children.values()):
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for one in (listener, connection, ended, signalled, *children.values()):
                     one.close()
             for stream in streams:
                 os.close(stream)
