@@ -107,6 +107,8 @@ class Fakes:
                 continue
             if type(part) is not FakeTensor or not self._is_plain(part):
                 return None
+            if part.numel() and not part.untyped_storage().nbytes():  # freed by hand; a view takes them back
+                return None
             same = [i for i, tensor in enumerate(tensors) if tensor is part]
             place = storage_key(part)
             if len(same) == 1:

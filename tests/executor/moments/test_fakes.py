@@ -172,6 +172,15 @@ def test_views_of_inference_tensors_are_of_their_kind() -> None:
         assert Fakes(mode).run(aten.view.default, (x, [12]), {}).is_inference()
 
 
+def test_a_view_leaves_a_storage_without_bytes_as_it_is() -> None:
+    mode = Mode()
+    for _ in range(2):
+        x = made(mode, 3, 4)
+        x.untyped_storage().resize_(0)
+        answers(mode, aten.view.default, x, [12])
+        assert x.untyped_storage().nbytes() == 0
+
+
 def test_operators_that_are_not_torchs_run() -> None:
     """What their fake versions ask beside arguments no key tells."""
     widths = {"layer": 3}
