@@ -233,7 +233,7 @@ class AdaptedTape(Tape):
         self.tokens = tokens
         self.input_first = family == "gpt"
         self._usual = replace(adapter, targets=adapter.targets or _DEFAULT[family])
-        self.alike = _in_all_layers(self._usual)
+        self.alike = in_all_layers(adapter)
         self._linear: list[str] = []
         self._targets: dict[str, LowRank] = {}  # weight -> its adapter
         self._matrices: set[str] = set()
@@ -409,9 +409,9 @@ class AdaptedTape(Tape):
         self.op(dead=dead)
 
 
-def _in_all_layers(adapter: Adapter) -> bool:
+def in_all_layers(adapter: Adapter) -> bool:
     """Not a pattern or number, which may choose some."""
-    targets = adapter.targets
+    targets = adapter.targets or ()
     return isinstance(targets, tuple) and not any(map(str.isdigit, "".join((*adapter.save, *targets))))
 
 

@@ -2,7 +2,7 @@
 
 [Note: alike layers] Behind the first, which border or embedding may change, layers come in a period: two are written,
 and what fills none. Moments of the first forward, of the second backward, come again, as what joins them is alike. Not
-under autocast, whose copies of all layers end together.
+under autocast, whose copies end together, nor with adapters by a pattern.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import TypeVar
 
 from pstar_sim.catalog.model_shapes import ModelEntry, model_entry
 from pstar_sim.python310 import Unpack
+from pstar_sim.workload.adapter import adapter
 from pstar_sim.workload.axes import Axes, AxesGiven
+from pstar_sim.workload.lora import in_all_layers
 from pstar_sim.workload.mixing import block_of, block_runs, shifted
 from pstar_sim.workload.presets import axes_of_variant, kinds_of_layers, taped_stage
 from pstar_sim.workload.presets.shared import Stage, period_of
@@ -97,7 +99,9 @@ class Shortened:
 def shortened(entry: ModelEntry, stage: Stage, *, batch: int, sequence: int, **given: Unpack[AxesGiven]) -> Shortened:
     """As `stage_of`. Raises ModelError."""
     axes = Axes(**given)
-    kinds = kinds_of_layers(entry, axes)
+    kinds: tuple[object, ...] = kinds_of_layers(entry, axes)
+    if axes.lora is not None and not in_all_layers(adapter(axes.lora)):
+        kinds = tuple(enumerate(kinds))
     own = kinds[stage.layers.start : stage.layers.stop]
     lead, period = (0, 0) if axes.autocast else period_of(own)
     count = lead + 2 * period + (len(own) - lead) % period if period else len(own)
