@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pstar_sim.core.timeline import Timeline
-from pstar_sim.recorded.kinds import KINDS, kinds_of, site_words
+from pstar_sim.recorded.kinds import CHUNKS, IN_CHUNKS, KINDS, kinds_of, site_words
 from pstar_sim.recorded.snapshot import DeviceHistory, Snapshot
 from pstar_sim.recorded.tide import last_step, moment_events
 from pstar_sim.units import format_s
@@ -63,6 +63,20 @@ class Held:
             **self.facts,
             "notes": list(self.notes),
         }
+
+
+def in_like_kinds(first: Held, second: Held) -> tuple[Held, Held]:
+    """CHUNKS in both, where one has them."""
+    if CHUNKS not in first.kinds and CHUNKS not in second.kinds:
+        return first, second
+    return _with_chunks(first), _with_chunks(second)
+
+
+def _with_chunks(held: Held) -> Held:
+    kinds = {kind: size for kind, size in held.kinds.items() if kind not in IN_CHUNKS}
+    kinds[CHUNKS] = held.bytes - sum(size for kind, size in kinds.items() if kind != CHUNKS)
+    sites = [replace(site, kind=CHUNKS) if site.kind in IN_CHUNKS else site for site in held.sites]
+    return replace(held, kinds=kinds, sites=sites)
 
 
 def held_of_timeline(timeline: Timeline, name: str, *, place: str = "gpu") -> Held:

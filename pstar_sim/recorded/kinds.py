@@ -2,7 +2,8 @@
 
 [Note: how a block is named] By the first that says something:
 
-1. the recorder's category (`category`, `user_metadata`); a cuBLAS workspace by its size is a buffer.
+1. the recorder's category (`category`, `user_metadata`); CHUNKS of a plan's run; a cuBLAS workspace by its size is a
+   buffer.
 2. for blocks of the recording, the calls that allocated it: of an optimizer, of a module that is built or moved, of a
    forward; no calls mean the backward, as autograd threads have none in Python;
 3. and how long it lives. What an optimizer allocated for good is a state; what the backward allocated is a gradient
@@ -10,9 +11,8 @@
    forward or backward allocated for good (a library's workspace) is a buffer. All that comes and goes is non-model
    data, and so is what lives at the dump and whose calls allocated other blocks that ended, but for what a forward left
    across the optimizer's step;
-4. for blocks of before the recording, with the tensors of the job at hand, their sizes: in the bytes of a parameter per
-   element they are the parameter, in those of fp32 a state. Without the job, or by another size (FSDP's flat
-   parameters), the block stays UNKNOWN.
+4. for blocks of before the recording, with the job's tensors, their sizes: in the bytes of a parameter per element they
+   are the parameter, in those of fp32 a state. Without the job, or by another size, the block stays UNKNOWN.
 """
 
 from __future__ import annotations
@@ -29,20 +29,22 @@ from pstar_sim.dtypes import MASTER
 from pstar_sim.recorded.snapshot import ROUND_BYTES, DeviceHistory, Frame, is_torch
 from pstar_sim.workload.workload import Workload
 
-UNKNOWN = "unknown"
-KINDS = ("states", "param", "grad", "buffer", NON_MODEL, UNKNOWN)
-_STATES, _PARAM, _GRAD, _BUFFER, _TIDE, _UNKNOWN = range(len(KINDS))
+UNKNOWN, CHUNKS = "unknown", "chunks"
+IN_CHUNKS = ("states", "param", "grad")
+KINDS = (*IN_CHUNKS, CHUNKS, "buffer", NON_MODEL, UNKNOWN)
+_STATES, _PARAM, _GRAD, _CHUNKS, _BUFFER, _TIDE, _UNKNOWN = range(len(KINDS))
 
 _TAGS = (
     ("optim", _STATES), ("state", _STATES), ("moment", _STATES), ("param", _PARAM), ("weight", _PARAM),
     ("grad", _GRAD), ("buffer", _BUFFER), ("act", _TIDE), ("temp", _TIDE), ("input", _TIDE), ("autograd", _TIDE),
 )  # fmt: skip
-"""Part of a category's name -> kind, in the words of torch's memory profiler and of people."""
+"""Part of a category's name -> kind, in torch's words and people's."""
 
 _CUBLAS_BYTES = 2 * 4096 * 1024 + 8 * 16 * 1024
 """A workspace of cuBLAS per handle and stream, as torch sets it up (":4096:2:16:8"). Its calls are those of the first
 product, whatever that is part of."""
 
+_OF_CHUNKS = "executor/devices/cuda_blocks.py"
 _BUILDS = {"__init__", "reset_parameters", "_apply", "to", "cuda", "to_empty", "load_state_dict", "from_pretrained"}
 _BACKWARD = {"backward", "_engine_run_backward", "grad"}
 
@@ -52,14 +54,16 @@ class _Calls(NamedTuple):
     backward: bool
     forward: bool
     builds: bool
+    chunks: bool
 
     @classmethod
     def of(cls, stack: Sequence[Frame]) -> _Calls:
-        names = {frame.function for frame in stack}
-        optimizer = any("/optim/" in f.file.replace("\\", "/") or f.function == "optimizer_step" for f in stack)
+        names, files = {frame.function for frame in stack}, [f.file.replace(_BACK, "/") for f in stack]
+        optimizer = any("/optim/" in file for file in files) or "optimizer_step" in names
         backward = not stack or bool(names & _BACKWARD)
         forward = any(name.startswith("forward") for name in names)
-        return cls(optimizer, backward, forward, bool(names & _BUILDS))
+        chunks = any(file.endswith(_OF_CHUNKS) for file in files)
+        return cls(optimizer, backward, forward, bool(names & _BUILDS), chunks)
 
 
 def kinds_of(history: DeviceHistory, job: Workload | None = None) -> NDArray[np.int64]:
@@ -81,6 +85,8 @@ def kinds_of(history: DeviceHistory, job: Workload | None = None) -> NDArray[np.
         lasts = died >= events
         if (tagged := tags[tag]) is not None:
             kinds[row] = tagged
+        elif calls[stack].chunks:
+            kinds[row] = _CHUNKS
         elif size == _CUBLAS_BYTES:
             kinds[row] = _BUFFER
         elif (born >= 0 or stack) and any_stacks:

@@ -11,13 +11,14 @@ from pstar_sim.core.step import Kind, Queue
 GREEN, BLUE, ORANGE, PINK = "#009E73", "#0072B2", "#E69F00", "#CC79A7"
 SKY, VERMILION, YELLOW, WINE, GREY = "#56B4E9", "#D55E00", "#F0E442", "#882255", "#999999"
 
-CATEGORIES = {"states": GREEN, "param": BLUE, "grad": ORANGE, "buffer": PINK, "non-model": SKY}
+CATEGORIES = {"states": GREEN, "param": BLUE, "grad": ORANGE, "chunks": VERMILION, "buffer": PINK, "non-model": SKY}
 """Category of bytes -> colour; in grey, the order of the stack tells them apart."""
 
 CATEGORY_NAMES = {
     "states": "optimizer states",
     "param": "parameters",
     "grad": "gradients",
+    "chunks": "chunks (parameters, gradients, states)",
     "buffer": "buffers",
     "non-model": "non-model (the tide)",
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -165,18 +166,19 @@ def laid_out(figure: Figure, look: Look) -> Figure:
 
 def tide_csv(timelines: Sequence[Timeline], xs: Sequence[str]) -> str:
     """Bytes on the GPU, a row per stretch without changes."""
+    drawn = [(timeline, x, byte_curves(timeline, x=x)) for timeline in timelines for x in xs]
+    categories = tuple(dict.fromkeys((*CATEGORIES, *itertools.chain(*(curves.values for _, _, curves in drawn)))))
     rows: list[Sequence[object]] = [
-        ("timeline", "source", "x", "from", "to", *(f"{_column(c)}_bytes" for c in CATEGORIES), "capacity_bytes")
+        ("timeline", "source", "x", "from", "to", *(f"{_column(c)}_bytes" for c in categories), "capacity_bytes")
     ]
-    for timeline in timelines:
-        for x in xs:
-            curves = byte_curves(timeline, x=x)
-            columns = [curves.values[category].tolist() for category in CATEGORIES]
-            edges = curves.edges.tolist()
-            for begin, end, *sizes in zip(edges, edges[1:], *columns, strict=False):
-                name = "time_s" if x == "time" else x
-                capacity = timeline.budget_bytes.get("gpu", "")
-                rows.append((timeline.label, timeline.source, name, begin, end, *sizes, capacity))
+    for timeline, x, curves in drawn:
+        edges = curves.edges.tolist()
+        none = [0] * (len(edges) - 1)
+        columns = [curves.values[c].tolist() if c in curves.values else none for c in categories]
+        for begin, end, *sizes in zip(edges, edges[1:], *columns, strict=False):
+            name = "time_s" if x == "time" else x
+            capacity = timeline.budget_bytes.get("gpu", "")
+            rows.append((timeline.label, timeline.source, name, begin, end, *sizes, capacity))
     return csv_text(rows)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.timeline import Timeline
-from pstar_sim.recorded.held import Held, Site, held_of_timeline
+from pstar_sim.recorded.held import Held, Site, held_of_timeline, in_like_kinds
 from pstar_sim.recorded.kinds import KINDS, UNKNOWN
 from pstar_sim.report.byte_curves import moment_windows
 from pstar_sim.report.palette import CATEGORY_NAMES
@@ -85,6 +85,7 @@ def _of(sites: Sequence[Site], kind: str) -> list[Site]:
 
 def beside_text(first: Held, second: Held, *, width: int) -> str:
     """By kind, and below it the calls that differ."""
+    first, second = in_like_kinds(first, second)
     floor = LEAST_SHARE * max(first.bytes, second.bytes)
     rows: list[tuple[str, str, str, str]] = []
     for kind in KINDS:
@@ -135,6 +136,7 @@ def run_figures(predicted: Timeline, measured: Timeline) -> list[Figure]:
 
 
 def beside_as_json(first: Held, second: Held) -> dict[str, object]:
+    first, second = in_like_kinds(first, second)
     kinds = {
         kind: {"first": first.kinds.get(kind, 0), "second": second.kinds.get(kind, 0)}
         for kind in KINDS

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from snapshots import AUTOGRAD, BASE, BUILD, FORWARD, VERSIONS, Recorder, train
+from snapshots import AUTOGRAD, BASE, BUILD, FORWARD, STEP, VERSIONS, Recorder, train
 from torch.cuda._memory_viz import _profile_to_snapshot
 
 from pstar_sim.errors import TraceError
-from pstar_sim.recorded.held import held_of_snapshot
+from pstar_sim.recorded.held import Held, held_of_snapshot, in_like_kinds
 from pstar_sim.recorded.kinds import KINDS, kinds_of
 from pstar_sim.recorded.snapshot import load_snapshot
 from pstar_sim.recorded.tide import last_step, tide_of
@@ -129,6 +129,21 @@ def test_a_workspace_of_cublas_is_a_buffer(tmp_path: Path) -> None:
     recorder.alloc(8_519_680, AUTOGRAD)
     history = load_snapshot(recorder.save(tmp_path / "s.pickle")).device()
     assert [KINDS[k] for k in kinds_of(history)] == ["buffer", "buffer"]
+
+
+def test_chunks_of_a_plan_are_beside_what_they_hold(tmp_path: Path) -> None:
+    recorder = Recorder()
+    arena = ("/usr/lib/executor/devices/cuda_blocks.py", 332, "<lambda>")
+    recorder.alloc(8_519_680, [arena, *STEP])
+    recorder.alloc(2 * MIB, [arena, *FORWARD])
+    recorder.alloc(MIB, STEP)
+    held = held_of_snapshot(load_snapshot(recorder.save(tmp_path / "s.pickle")))
+    assert held.kinds == {"states": MIB, "chunks": 8_519_680 + 2 * MIB}
+    planned = Held(name="plan", kinds={"states": 9 * MIB, "param": 2 * MIB, "non-model": MIB}, at="")
+    first, second = in_like_kinds(planned, held)
+    assert first.kinds == {"chunks": 11 * MIB, "non-model": MIB}
+    assert second.kinds == {"chunks": 8_519_680 + 3 * MIB} and {site.kind for site in second.sites} == {"chunks"}
+    assert in_like_kinds(planned, planned) == (planned, planned)
 
 
 @pytest.mark.parametrize(("tag", "kind"), [("PARAMETER", "param"), ("OPTIMIZER_STATE", "states"), ("act", "non-model")])
