@@ -13,7 +13,7 @@ from pstar_sim.cli.declare import command
 from pstar_sim.cli.executor_parts import executor_module
 from pstar_sim.cli.flag_values import one_of
 from pstar_sim.cli.flags import output
-from pstar_sim.cli.output import check_apart, say_json, say_table, tell
+from pstar_sim.cli.output import Header, check_apart, say_answer, say_table, tell
 from pstar_sim.errors import PstarError
 from pstar_sim.units import GB, format_count
 
@@ -85,7 +85,7 @@ def calibrate(
     with bar("starting", quiet=json) as on_part:
         measured, found = measure(path, device=device, quick=quick, on_part=on_part)
     if json:
-        say_json(_facts(measured, path, found.skipped))
+        say_answer(Header(machine=measured.name), **_facts(measured, path, found.skipped))
         return 0
     say_table(("measured", "figure", "by size"), _rows(measured))
     tell("\n".join([f"not measured: {reason}" for reason in found.skipped] or ["everything was measured"]))
@@ -118,7 +118,7 @@ def _disks(folders: tuple[str, ...], base: str, path: str, *, as_json: bool) -> 
     )
     save_machine(machine, path)
     if as_json:
-        say_json({**_facts(machine, path, []), **asdict(rates)})
+        say_answer(Header(machine=machine.name), **_facts(machine, path, []), **asdict(rates))
         return 0
     rows = [
         (
@@ -156,7 +156,8 @@ def _from_profile(trace: str, base: str | None, path: str, *, as_json: bool) -> 
     left = [what for what, seen in _of_profile(profile).items() if not seen]
     if as_json:
         taken = {what: figure for what, figure, _ in rows}
-        say_json({**_facts(machine, path, [f"not in the trace: {what}" for what in left]), "from_profile": taken})
+        facts = _facts(machine, path, [f"not in the trace: {what}" for what in left])
+        say_answer(Header(machine=machine.name), **facts, from_profile=taken)
         return 0
     say_table(("measured", "figure", "by size"), rows)
     stays = f"not in the trace, and as of {name}: {', '.join(left)}, and all sizes" if left else ""

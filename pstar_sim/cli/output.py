@@ -38,11 +38,6 @@ def say_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     say(table_text(heads, rows, width=terminal_width()))
 
 
-def say_json(value: object) -> None:
-    """Strict: no NaN, no Infinity."""
-    say(json.dumps(value, indent=2, allow_nan=False))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Header:
     """A JSON answer's beginning, after command and version.
@@ -61,7 +56,7 @@ class Header:
 
 
 def say_answer(header: Header, **answer: object) -> None:
-    """JSON: command, version, header, then the answer."""
+    """JSON without NaN and Infinity: command, version, header, then the answer."""
     from pstar_sim.cli.usage import words_typed
 
     _say_object(words_typed(), header, answer)
@@ -81,7 +76,7 @@ def _say_object(words: Sequence[str], header: Header, answer: Mapping[str, objec
 
     asked = {"command": shlex.join(words), "version": __version__}
     said = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(header).items()}
-    say_json({**asked, **said, **answer})
+    say(json.dumps({**asked, **said, **answer}, indent=2, allow_nan=False))
 
 
 def yes_or_no(answer: bool) -> str:

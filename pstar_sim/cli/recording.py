@@ -10,7 +10,7 @@ import typer
 from pstar_sim.cli.declare import command
 from pstar_sim.cli.flag_values import natural, new_file
 from pstar_sim.cli.flags import JsonObject
-from pstar_sim.cli.output import check_apart, picture_kind, save_picture, say, say_json, tell
+from pstar_sim.cli.output import Header, check_apart, picture_kind, save_picture, say, say_answer, tell
 from pstar_sim.errors import PstarError
 
 if TYPE_CHECKING:
@@ -45,7 +45,8 @@ def trace_snapshots(
     if path is not None:
         _write_tides([snapshot.device(device) for snapshot in snapshots], files, job, path)
     if as_json:
-        say_json({"written": path, "snapshots": [held.to_json() for held in shown]})
+        said = [held.to_json() for held in shown]
+        say_answer(Header(model=None if job is None else job.model), written=path, snapshots=said)
         return 0
     for held in shown:
         say(held_text(held, width=terminal_width()))
@@ -155,7 +156,7 @@ def _diff_snapshot(measured: str, against: str, device: int | None, plot: str | 
         drawn.append(tide_of(history, kinds_of(history, job), job, label=Path(measured).stem))
         _save_tides(drawn, plot)
     if as_json:
-        say_json(beside_as_json(base, found))
+        say_answer(Header(model=None if job is None else job.model), **beside_as_json(base, found))
         return 0
     say(beside_text(base, found, width=terminal_width()))
     tell("\n".join([*notes_of(base), *notes_of(found)]))
@@ -196,7 +197,8 @@ def _diff_run(measured: str, against: str, plot: str | None, *, as_json: bool) -
     if plot is not None:
         save_picture(tide_figure([predicted], measured=ran, title=f"{measured} beside {against}"), Path(plot), dpi=150)
     if as_json:
-        say_json({**beside_as_json(base, found), "figures": figures_as_json(rows)})
+        header = Header(model=plan.workload.model, machine=plan.machine.name)
+        say_answer(header, **beside_as_json(base, found), figures=figures_as_json(rows))
         return 0
     say(figures_text(rows, width=terminal_width()))
     say("")

@@ -12,7 +12,7 @@ from pstar_sim.cli.declare import command
 from pstar_sim.cli.executor_parts import executor_module
 from pstar_sim.cli.flag_values import model_names, natural, positive, tokens
 from pstar_sim.cli.flags import MicroBatches, output
-from pstar_sim.cli.output import note, say, say_json, tell
+from pstar_sim.cli.output import Header, note, say, say_answer, tell
 from pstar_sim.cli.recording import trace_snapshots
 from pstar_sim.cli.run_flags import RunFlags
 from pstar_sim.errors import ModelError, PstarError
@@ -166,7 +166,8 @@ def trace(
     save_trace(variants, path)
     if json:
         rows = [{"trace": path, **_facts(w)} for w in variants]
-        say_json({**rows[0], "variants": rows} if asked.variants else rows[0])
+        answer: dict[str, object] = {**rows[0], "variants": rows} if asked.variants else rows[0]
+        say_answer(Header(model=variants[0].model), **answer)
         return 0
     first = variants[0]
     if not asked.variants:
@@ -296,7 +297,8 @@ def run(*, flags: RunFlags) -> int:
     run_report.write_timelines(flags, plan, predicted, result)
     if flags.json:
         figures = run_report.RunFigures(plan=plan, machine=measured_machine, predicted=predicted, result=result)
-        say_json(figures.to_json(steps=flags.steps))
+        header = Header(model=plan.workload.model, machine=measured_machine.name)
+        say_answer(header, **figures.to_json(steps=flags.steps))
         return 0
     rows = run_report.compare_with_run(plan, predicted, result)
     losses = {plan.policy: [r.loss for r in result.reports]}

@@ -6,7 +6,6 @@ with this module.
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from pstar_sim.arguments import parse_bytes, parse_bytes_per_s
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.cli.declare import command
 from pstar_sim.cli.exit_status import status_of
-from pstar_sim.cli.output import say, say_table, tell
+from pstar_sim.cli.output import Header, say, say_answer, say_table, tell
 from pstar_sim.cli.progress import progress
 from pstar_sim.cli.run_flags import RunFlags
 from pstar_sim.cli.run_report import (
@@ -143,7 +142,7 @@ def _first_rank_of(machine: Machine) -> Machine:
 def _say(plan: Plan, machine: Machine, predicted: Timeline, result: RunResult, *, steps: int, as_json: bool) -> None:
     said = RunFigures(plan=plan, machine=machine, predicted=predicted, result=result)
     if as_json:
-        sys.stdout.write(json.dumps(said.to_json(steps=steps)) + "\n")
+        say_answer(Header(model=plan.workload.model, machine=machine.name), **said.to_json(steps=steps))
         return
     ranks, losses = said.ranks, said.losses
     several = f"{ranks} ranks" if ranks > 1 else "one rank"

@@ -9,7 +9,7 @@ import typer
 from pstar_sim.cli.bars import bar
 from pstar_sim.cli.declare import command
 from pstar_sim.cli.flags import JsonObject
-from pstar_sim.cli.output import say, say_json
+from pstar_sim.cli.output import Header, say, say_answer
 from pstar_sim.errors import PstarError
 
 commands = typer.Typer()
@@ -40,7 +40,7 @@ def validate(
     if write:
         expected_errors.write_errors(found)
     if json:
-        say_json(found.to_json())
+        say_answer(Header(), **found.to_json())
     else:
         from pstar_sim.report.validation import validation_text
 

@@ -3,7 +3,7 @@
 Every machine with a price is tried: one node and, if a network joins its nodes, as many nodes as the deadline requires
 (numbers that double, then bisection). The ranks share the sequences of an iteration, cut into the largest micro-batches
 that fit under some policy, and the fastest policy counts. Without other parallelism (stages_compared.py) that is data
-parallelism, with simulated communication between nodes. Idle time, failures, evaluation and storage are not counted.
+parallelism. Idle time, failures, evaluation and storage are not counted.
 
 [Note: in the order of prices] With other parallelism the machine whose closed forms cost least is planned next, in ways
 that may be below the cheapest offer.
@@ -16,7 +16,7 @@ import heapq
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 from math import inf
 
 from pstar_sim.arguments import file_path, number, refused, text, whole
@@ -206,18 +206,21 @@ def cheapest(
         for number_, machine in enumerate(chosen):
             tell(machine.name, number_, len(chosen))
             rows += [_exactly(machine, n, asked, _price_of(machine, known)) for n in counts]
-    rows.sort(key=_rank)
+    rows.sort(key=partial(_rank, alike=len({machine.name for machine in chosen}) == 1))
     return Cheapest(model=model, tokens=tokens, deadline_s=deadline_s, rows=tuple(rows), job=job)
 
 
-def _rank(row: Offer) -> tuple[float, ...]:
+def _rank(row: Offer, *, alike: bool) -> tuple[float, ...]:
+    """alike: of one machine."""
     if row.least_usd is not None:
         return (1.5, row.least_usd)
     if row.days is None:
         return (3.0, row.least_days or inf)
     if not row.in_time:
         return (2.0, row.days)
-    return (1.0, row.days) if row.usd is None else (0.0, row.usd)
+    if row.usd is None:
+        return (1.0, row.days * (row.nodes if alike else 1))
+    return (0.0, row.usd)
 
 
 @dataclass(frozen=True, kw_only=True)

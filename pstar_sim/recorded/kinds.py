@@ -11,7 +11,7 @@
    forward or backward allocated for good (a library's workspace) is a buffer. All that comes and goes is non-model
    data, and so is what lives at the dump and whose calls allocated other blocks that ended, but for what a forward left
    across the optimizer's step;
-4. for blocks of before the recording, with the job's tensors, their sizes: in the bytes of a parameter per element they
+4. for older blocks, with the job's tensors, their sizes: in the bytes of a parameter per element they
    are the parameter, in those of fp32 a state. Without the job, or by another size, the block stays UNKNOWN.
 """
 

@@ -117,6 +117,7 @@ def test_a_snapshot_beside_a_plan(
 ) -> None:
     answer = said(capsys, "diff", snapshot, plan, "--json", "--plot", tmp_path / "both.png")
     first, second = answer["first"], answer["second"]
+    assert answer["command"].startswith("pstar diff ") and {"verdict", "reason", "advice", "notes"} <= answer.keys()
     assert first["name"] == "plan.json"
     assert first["peak_bytes"] == sum(first["kinds"].values())
     assert answer["difference_bytes"] == second["peak_bytes"] - first["peak_bytes"]

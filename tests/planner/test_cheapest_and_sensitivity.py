@@ -189,6 +189,18 @@ def test_a_machine_without_a_price_stands_behind_the_others_and_says_so(tmp_path
     assert "v100-16: no price" in " ".join(repr(answer).split())
 
 
+def test_nodes_of_one_machine_without_a_price_are_cheapest_by_their_days(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["cheapest", "--model", "gpt2", "--tokens", "1e9", "--batch", "64", "--seq", "1024", "--policy", "all_on_gpu"]
+    assert main([*job, "--machine", "v100-32x8", "--nodes", "1,2", "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)["rows"]
+    assert (first["nodes"], second["nodes"], first["usd"]) == (1, 2, None)
+    assert second["days"] < first["days"] < 2 * second["days"]
+    assert main([*job, "--machine", "v100-32x8", "--nodes", "1,2"]) == 0
+    assert "cheapest at any price: 1 node of v100-32x8" in capsys.readouterr().out
+    assert main([*job, "--machine", "v100-32x8", "--machine", "v100-16", "--nodes", "1"]) == 0
+    assert "fastest: 1 node of v100-32x8" in capsys.readouterr().out
+
+
 def test_as_few_nodes_as_the_deadline_takes(tmp_path: Path) -> None:
     """A deadline between what two nodes and three take is made by three; one that not even the most nodes make by none,
     and the answer says how many were tried."""

@@ -213,6 +213,7 @@ def test_the_same_keys_with_one_process_and_with_many(made: Path, capsys: pytest
         assert command() == 0
         keys.append(list(json.loads(capsys.readouterr().out)))
     assert keys[0] == keys[1]
+    assert keys[0][:4] == ["command", "version", "model", "machine"]
     assert {"losses", "step_s", "figures", "peak_gpu_bytes", "steps", "ranks"} <= {*keys[0]}
 
 
