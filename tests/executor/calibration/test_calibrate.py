@@ -562,8 +562,6 @@ def test_a_short_calibration_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(shapes._WEIGHTS, "virtual", ((64, 64), (64, 256), (256, 64)))
     for module in (compute, shapes):
         monkeypatch.setattr(module, "_COLD_BYTES", 1 << 20)
-    monkeypatch.setattr(host, "_CHUNK_PARAMS", 128 * 1024)
-    monkeypatch.setattr(host, "_SHAPE", (128, 1024))
     parts: list[str] = []
     effort = Effort(point_s=0.002, rounds=1, least=1, most=2, window_s=0.02, memory_bytes=8 << 20)
     device = VirtualDevice()
