@@ -249,7 +249,7 @@ def _gb(bytes_per_s: float) -> str:
 def _facts(machine: Machine, path: str, skipped: list[str]) -> dict[str, object]:
     gpu, link, host = machine.gpu, machine.link, machine.host
     return {
-        "machine": path,
+        "file": path,
         "gpu": gpu.name,
         "flops_per_s": dict(gpu.flops_per_s),
         "matmul_tables": {dtype: list(curve) for dtype, curve in gpu.matmul_tables.items()},

@@ -74,7 +74,7 @@ def say_error(words: Sequence[str], reason: str, status: int) -> None:
 def _say_object(words: Sequence[str], header: Header, answer: Mapping[str, object]) -> None:
     from pstar_sim.version import __version__
 
-    asked = {"command": shlex.join(words), "version": __version__}
+    asked = {"command": " ".join((*words[:1], *map(shlex.quote, words[1:]))), "version": __version__}
     said = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(header).items()}
     say(json.dumps({**asked, **said, **answer}, indent=2, allow_nan=False))
 

@@ -166,8 +166,8 @@ def trace(
     save_trace(variants, path)
     if json:
         rows = [{"trace": path, **_facts(w)} for w in variants]
-        answer: dict[str, object] = {**rows[0], "variants": rows} if asked.variants else rows[0]
-        say_answer(Header(model=variants[0].model), **answer)
+        said = {**rows[0], "notes": [variants[0].notes] if variants[0].notes else []}
+        say_answer(Header(), **said, **({"variants": rows} if asked.variants else {}))
         return 0
     first = variants[0]
     if not asked.variants:

@@ -206,7 +206,7 @@ def cheapest(
         for number_, machine in enumerate(chosen):
             tell(machine.name, number_, len(chosen))
             rows += [_exactly(machine, n, asked, _price_of(machine, known)) for n in counts]
-    rows.sort(key=partial(_rank, alike=len({machine.name for machine in chosen}) == 1))
+    rows.sort(key=partial(_rank, alike=len(chosen) == 1))
     return Cheapest(model=model, tokens=tokens, deadline_s=deadline_s, rows=tuple(rows), job=job)
 
 

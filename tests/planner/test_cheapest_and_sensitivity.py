@@ -199,6 +199,8 @@ def test_nodes_of_one_machine_without_a_price_are_cheapest_by_their_days(capsys:
     assert "cheapest at any price: 1 node of v100-32x8" in capsys.readouterr().out
     assert main([*job, "--machine", "v100-32x8", "--machine", "v100-16", "--nodes", "1"]) == 0
     assert "fastest: 1 node of v100-32x8" in capsys.readouterr().out
+    assert main([*job, "--machine", "v100-32x8", "--gpus", "4,8", "--nodes", "1"]) == 0
+    assert "fastest: 1 node of v100-32x8" in capsys.readouterr().out
 
 
 def test_as_few_nodes_as_the_deadline_takes(tmp_path: Path) -> None:
