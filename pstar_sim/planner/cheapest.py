@@ -112,12 +112,15 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Cheapest(Collection):
-    """rows: offers in time, cheapest first; then late ones, fastest first; then offers without figures."""
+    """rows: offers in time, cheapest first; then late ones, fastest first; then offers without figures.
+    alike: of one machine.
+    """
 
     model: str
     tokens: float
     deadline_s: float | None
     rows: tuple[Offer, ...]
+    alike: bool
     job: Job
 
     _name = "machine"
@@ -206,12 +209,12 @@ def cheapest(
         for number_, machine in enumerate(chosen):
             tell(machine.name, number_, len(chosen))
             rows += [_exactly(machine, n, asked, _price_of(machine, known)) for n in counts]
-    rows.sort(key=partial(_rank, alike=len(chosen) == 1))
-    return Cheapest(model=model, tokens=tokens, deadline_s=deadline_s, rows=tuple(rows), job=job)
+    alike = len(chosen) == 1
+    rows.sort(key=partial(_rank, alike=alike))
+    return Cheapest(model=model, tokens=tokens, deadline_s=deadline_s, rows=tuple(rows), alike=alike, job=job)
 
 
 def _rank(row: Offer, *, alike: bool) -> tuple[float, ...]:
-    """alike: of one machine."""
     if row.least_usd is not None:
         return (1.5, row.least_usd)
     if row.days is None:

@@ -387,8 +387,7 @@ def _cheapest_one(answer: Cheapest) -> str:
     if best is not None:
         sure = next((row for row in answer.rows if row.in_time and row.in_time_is_sure), best)
         safer = "" if sure is best else f"; in time whatever the error: {_offered(sure)}"
-        alike = len({(row.machine, row.gpus // row.nodes) for row in answer.rows}) == 1
-        first = "cheapest" if best.usd is not None else "cheapest at any price" if alike else "fastest"
+        first = "cheapest" if best.usd is not None else "cheapest at any price" if answer.alike else "fastest"
         return f"{first}: {_offered(best)}{safer}"
     if not answer.too_late:
         return "no machine can train it"
